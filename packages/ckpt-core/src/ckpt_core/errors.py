@@ -1,0 +1,117 @@
+"""What can go wrong with a checkpoint, as one family of exceptions.
+
+`CheckpointError` is the base. Each leaf is also the builtin that a caller who has never
+heard of this package would catch. A message names the path, what was expected, what was
+found and what to do. Where several things are wrong, all of them are in `problems`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+ProblemKind = Literal[
+    "missing_file",
+    "short_file",
+    "bad_header",
+    "missing_tensor",
+    "unexpected_tensor",
+    "duplicate_tensor",
+    "hole",
+    "overlap",
+    "out_of_bounds",
+    "shape",
+    "dtype",
+    "value",
+    "stray_file",
+    "unsupported",
+    "unproven",
+]
+"""What a `Problem` is about.
+
+`stray_file` and `unproven` are warnings (see `Problem.severity`); every other kind makes
+a checkpoint unusable.
+"""
+
+_WARNINGS: frozenset[ProblemKind] = frozenset({"stray_file", "unproven"})
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a checkpoint, or one difference between two."""
+
+    kind: ProblemKind
+    where: str
+    """The file name or FQN that the problem is about."""
+    message: str
+    """What was expected and what was found."""
+
+    @property
+    def severity(self) -> Literal["error", "warning"]:
+        """Whether the checkpoint can be used in spite of the problem."""
+        return "warning" if self.kind in _WARNINGS else "error"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+class CheckpointError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    def __init__(self, message: str, *, problems: Iterable[Problem] = ()) -> None:
+        """Keep every problem, and list the first 20 under the message."""
+        self.problems = tuple(problems)
+        lines = [message, *(f"  - {problem}" for problem in self.problems[:_SHOWN])]
+        if len(self.problems) > _SHOWN:
+            lines.append(f"  ... and {len(self.problems) - _SHOWN} more")
+        super().__init__("\n".join(lines))
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """Nothing is there."""
+
+    # FileNotFoundError builds its text from errno fields that are not set here.
+    __str__ = Exception.__str__
+
+
+class LayoutError(CheckpointError, ValueError):
+    """The path holds no layout that can be read here, or more than one."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """The checkpoint is incomplete, overlapping, truncated or contradicts itself."""
+
+
+class UnsafePickleError(CheckpointError, pickle.UnpicklingError):
+    """A pickle names something that is not on the allow-list; nothing was executed."""
+
+
+class KeyMismatchError(CheckpointError, RuntimeError):
+    """Keys, shapes or dtypes differ from those that were asked for."""
+
+
+class ConfigError(CheckpointError, ValueError):
+    """An option or a combination of options is impossible."""
+
+
+class TargetError(CheckpointError, FileExistsError):
+    """The place to write to is taken, locked, or the source itself."""
+
+    __str__ = Exception.__str__
+
+
+class SpaceError(CheckpointError, OSError):
+    """The file system cannot hold the result."""
+
+    __str__ = Exception.__str__
+
+
+class SaveError(CheckpointError, RuntimeError):
+    """A save failed; what stood at the target before is untouched."""
+
+
+class LoadError(CheckpointError, RuntimeError):
+    """A load failed; the model may have been changed only if the message says so."""

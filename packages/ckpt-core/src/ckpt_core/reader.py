@@ -1,0 +1,51 @@
+"""One way to read every layout: `open_checkpoint(path)`.
+
+A reader knows a checkpoint from its metadata alone. Opening reads no tensor bytes; what
+the metadata says is checked by `check()`, and where a chunk's elements lie is answered by
+`locate()`, which reads that chunk's header. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ckpt_core.errors import Problem
+from ckpt_core.layout import CheckpointLayout
+from ckpt_core.spec import Chunk, ObjectSpec, TensorData, TensorSpec
+
+
+class CheckpointReader(Protocol):
+    """A checkpoint of one layout, read-only.
+
+    Everything a layout needs to know about its files lives behind this: the pickle of a
+    DCP, the headers of safetensors, the index. Names are as stored; taking prefixes or
+    nesting off is for `ckpt_core.key_mapping`, with `nesting` saying which is which.
+    """
+
+    @property
+    def path(self) -> Path:
+        """The directory (or single file) that holds the layout."""
+
+    @property
+    def layout(self) -> CheckpointLayout:
+        """Which layout it is."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Every tensor by stored FQN, in stored order."""
+
+    @property
+    def objects(self) -> Mapping[str, ObjectSpec]:
+        """Every entry that is no tensor, by stored FQN."""
+
+    @property
+    def nesting(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Path of each FQN in the nested state dict it was saved from; empty if unknown."""
+
+    def check(self) -> list[Problem]:
+        """Everything that is wrong or doubtful, from metadata and file sizes alone."""
+
+    def locate(self, spec: TensorSpec, chunk: Chunk) -> TensorData:
+        """Find the elements of `chunk`; reads at most the chunk's own header."""
