@@ -8,9 +8,9 @@ found and what to do. Where several things are wrong, all of them are in `proble
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 ProblemKind = Literal[
     "missing_file",
@@ -63,11 +63,23 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str, *, problems: Iterable[Problem] = ()) -> None:
         """Keep every problem, and list the first 20 under the message."""
+        self.message = message
         self.problems = tuple(problems)
         lines = [message, *(f"  - {problem}" for problem in self.problems[:_SHOWN])]
         if len(self.problems) > _SHOWN:
             lines.append(f"  ... and {len(self.problems) - _SHOWN} more")
         super().__init__("\n".join(lines))
+
+    def on_rank(self, rank: int) -> Self:
+        """The same error, saying on which rank of the process group it began."""
+        return type(self)(f"rank {rank}: {self.message}", problems=self.problems)
+
+    def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[object, ...]]:
+        return _rebuild, (type(self), self.message, self.problems)
+
+
+def _rebuild(kind: type[CheckpointError], message: str, problems: tuple[Problem, ...]) -> CheckpointError:
+    return kind(message, problems=problems)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
