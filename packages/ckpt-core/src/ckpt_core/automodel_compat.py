@@ -55,12 +55,27 @@ def is_real(checkpointer: object) -> bool:
 
 def call_supported(function: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401  the callee's types
     """Call `function` with those of `options` that this release's signature names."""
-    known = inspect.signature(function).parameters
-    return function(*args, **{name: value for name, value in options.items() if name in known})
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return function(*args, **{name: value for name, value in options.items() if takes_all or name in parameters})
 
 
-def normalize_option(name: str, value: object) -> object:
-    """Bring a configuration value into the form that `CheckpointingConfig` would store.
+def make_config(**options: object) -> CheckpointingConfig:
+    """Create a configuration with the manager's defaults.
+
+    Args:
+        options: Fields, in the form that `normalize_options` gives them.
+    """
+    defaults = {"model_save_format": "safetensors", "save_consolidated": False, "dequantize_base_checkpoint": False}
+    options = defaults | options
+    if isinstance(options["model_save_format"], SerializationFormat):
+        # The constructor takes the string only.
+        options["model_save_format"] = options["model_save_format"].value
+    return CheckpointingConfig(**options)
+
+
+def normalize_options(options: Mapping[str, object]) -> dict[str, object]:
+    """Bring configuration values into the form that `CheckpointingConfig` stores.
 
     Setting a field on an existing configuration skips `__post_init__`, and a plain `True`
     for `save_consolidated` then matches none of the enum's members: nothing is consolidated.
@@ -68,6 +83,10 @@ def normalize_option(name: str, value: object) -> object:
     Raises:
         ConfigError: If this release knows no such field, or not this value.
     """
+    return {name: _normalize_option(name, value) for name, value in options.items()}
+
+
+def _normalize_option(name: str, value: object) -> object:
     known = {field.name for field in dataclasses.fields(CheckpointingConfig)}
     if name not in known:
         raise ConfigError(f"unknown checkpointing option {name!r}; this nemo_automodel knows {sorted(known)}")
@@ -137,15 +156,33 @@ def model_state_dict(model: nn.Module, *, is_peft: bool, is_init_step: bool = Fa
     return state.state_dict()
 
 
-def adapt_names(model: nn.Module, state_dict: Any, config: Any, moe_mesh: Any) -> Any:  # noqa: ANN401
-    """Turn native names and shapes into stored ones where the model's class has an adapter."""
+def stored_namings(model: nn.Module, held: Any, config: Any, moe_mesh: Any) -> list[Any]:  # noqa: ANN401
+    """Name a native state dict as it is stored, and then as the library can also read it.
+
+    Classes with an adapter store experts one by one, and adapters of experts in more than
+    one way; which one is told by the configuration on a save, and by the files on a load.
+    """
     adapter = getattr(_unwrap_ddp(model), "state_dict_adapter", None)
     if not adapter:
-        return state_dict
+        return [_drop_extra_state(held, config)]
     options = {name: getattr(config, name) for name in _ADAPTER_OPTIONS if hasattr(config, name)}
+    variants = [options]
+    if config.is_peft and "v4_compatible" in options:
+        variants.append(options | {"v4_compatible": not options["v4_compatible"]})
+    return [_drop_extra_state(_adapt(adapter, dict(held), moe_mesh, variant), config) for variant in variants]
+
+
+def _adapt(adapter: Any, held: Any, moe_mesh: Any, options: Mapping[str, object]) -> Any:  # noqa: ANN401
     return adapter.to_hf(
-        state_dict, exclude_key_regex=r".*_extra_state.*", quantization=False, device_mesh=moe_mesh, **options
+        held, exclude_key_regex=r".*_extra_state.*", quantization=False, device_mesh=moe_mesh, **options
     )
+
+
+def _drop_extra_state(state_dict: Any, config: Any) -> Any:  # noqa: ANN401
+    # Safetensors hold no module metadata; the Checkpointer leaves it out of them.
+    if config.model_save_format != SerializationFormat.SAFETENSORS:
+        return state_dict
+    return {name: value for name, value in state_dict.items() if not name.endswith("_extra_state")}
 
 
 def native_names(model: nn.Module) -> frozenset[str]:
@@ -189,13 +226,23 @@ def _embedding_name(model: nn.Module, head: str) -> str | None:
     return next((name for name in names if name != head), None)
 
 
-def require_optimizer_path(path: str) -> None:
+def transient_buffers(model: nn.Module) -> frozenset[str]:
+    """Names of the buffers that no state dict holds."""
+    names = (
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set  # noqa: SLF001  torch has no public name for it
+    )
+    return frozenset(_strip(name) for name in names)
+
+
+def require_optimizer_path(path: str, *, is_peft: bool) -> None:
     """Refuse an adapter's optimizer path that release 0.5 would take for a model path.
 
     Raises:
         ConfigError: If the installed release looks for `/model` anywhere in the path.
     """
-    if not hasattr(_checkpointing, "_is_model_checkpoint_path") and "/model" in path:
+    if is_peft and "/model" in path and not hasattr(_checkpointing, "_is_model_checkpoint_path"):
         raise ConfigError(
             f"{path}: this nemo_automodel takes every path with '/model' in it for model weights, and would write "
             "the optimizer of an adapter as an adapter; use a path without '/model' or release 0.6 or later"
@@ -227,16 +274,44 @@ def resolve_base_model(model_name: str, cache_dir: str | None) -> tuple[str, str
     return found, cache
 
 
+def require_base_keys(model: nn.Module, path: str, *, is_peft: bool) -> None:
+    """Refuse a base model that lacks parameters of `model`; releases before 0.7 leave them random.
+
+    Only where the names on disk are those of the model can this be told from names alone;
+    a class that converts names or merges tensors is left to the library's own check.
+
+    Raises:
+        KeyMismatchError: With every name that is missing.
+    """
+    inner = _unwrap_ddp(model)
+    model_type = getattr(getattr(inner, "config", None), "model_type", None)
+    converts = getattr(inner, "state_dict_adapter", None) or getattr(inner, "_checkpoint_conversion_mapping", None)
+    if converts or (model_type and _checkpointing.requires_tensor_merging(model_type)):
+        return
+    stored = _base_names(Path(path))
+    if stored is None:
+        return
+    wanted = set(model_state_dict(model, is_peft=is_peft, is_init_step=True))
+    tied = find_tied_head(model)
+    prefix = f"{getattr(inner, 'base_model_prefix', '')}."
+    known = stored | {f"{prefix}{name}" for name in stored} | ({tied[0]} if tied else set())
+    missing = sorted(wanted - known)
+    if missing:
+        problems = [Problem("missing_tensor", name, "a parameter of the model, not in the base model") for name in missing]
+        raise KeyMismatchError(f"{path}: does not hold all parameters of the model", problems=problems)
+
+
+def _base_names(path: Path) -> set[str] | None:
+    layout = detect_layout(path).layout
+    if layout is not CheckpointLayout.SAFETENSORS:
+        return None
+    return set(open_checkpoint(path).tensors)
+
+
 def _unwrap_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _strip(name: str) -> str:
-    from ckpt_core.key_mapping import strip_wrapper_prefixes
-
     return strip_wrapper_prefixes(name)
 
-
-def uses_names(keys: Sequence[str], names: Mapping[str, object]) -> bool:
-    """Whether every key is one of `names`."""
-    return all(key in names for key in keys)

@@ -25,7 +25,12 @@ class Entry:
     """Dtype and global shape of a tensor; on both sides of a comparison."""
 
     dtype: str
+    """A safetensors dtype string."""
     shape: tuple[int, ...]
+    """Global shape, in elements."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ byte moves: do the chunks tile every tensor exactly once, and which names will b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -19,16 +19,14 @@ from torch.distributed.tensor import DTensor
 from ckpt_core.coverage import Box, check_tiling
 from ckpt_core.dtypes import torch_dtype_name
 from ckpt_core.errors import Problem
+from ckpt_core.key_check import Entry, NamedState
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
     """A tensor as a running job holds it, over one rank or over all."""
 
-    dtype: str
-    """A safetensors dtype string."""
-    shape: tuple[int, ...]
-    """Global shape, in elements."""
+    entry: Entry
     boxes: frozenset[Box] = field(repr=False)
     """The chunks that would be written; identical ones of several ranks count once."""
 
@@ -42,9 +40,14 @@ class LiveState:
     problems: tuple[Problem, ...] = ()
 
     @property
-    def names(self) -> frozenset[str]:
-        """Every stored name, tensors and objects."""
-        return self.objects | self.tensors.keys()
+    def named(self) -> NamedState:
+        """What a comparison with a checkpoint needs of it."""
+        return NamedState({fqn: tensor.entry for fqn, tensor in self.tensors.items()}, self.objects)
+
+    def without(self, is_left_out: Callable[[str], bool]) -> Self:
+        """The same state without some names."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if not is_left_out(name)}
+        return replace(self, tensors=tensors, objects=frozenset(n for n in self.objects if not is_left_out(n)))
 
 
 def describe_state(state_dict: Mapping[str, Any]) -> LiveState:
@@ -79,8 +82,8 @@ def merge_states(states: Iterable[LiveState]) -> LiveState:
         problems += state.problems
         for fqn, tensor in state.tensors.items():
             known = tensors.setdefault(fqn, tensor)
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                message = f"ranks disagree: {known.dtype} {known.shape} and {tensor.dtype} {tensor.shape}"
+            if known.entry != tensor.entry:
+                message = f"ranks disagree: {known.entry} and {tensor.entry}"
                 problems.append(Problem("shape", fqn, message))
             elif known is not tensor:
                 tensors[fqn] = _join(known, tensor)
@@ -91,7 +94,7 @@ def check_plan(state: LiveState) -> list[Problem]:
     """List the tensors whose chunks, over all ranks, do not tile their shape exactly once."""
     problems = list(state.problems)
     for fqn, tensor in state.tensors.items():
-        problems += check_tiling(fqn, tensor.shape, sorted(tensor.boxes))
+        problems += check_tiling(fqn, tensor.entry.shape, sorted(tensor.boxes))
     return problems
 
 
@@ -101,11 +104,11 @@ def _live_tensor(item: WriteItem) -> LiveTensor:
         raise TypeError(f"{item.index.fqn} is no tensor")
     box = (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     dtype = torch_dtype_name(data.properties.dtype)
-    return LiveTensor(dtype, tuple(data.size), frozenset([box]))
+    return LiveTensor(Entry(dtype, tuple(data.size)), frozenset([box]))
 
 
 def _join(a: LiveTensor, b: LiveTensor) -> LiveTensor:
-    return LiveTensor(a.dtype, a.shape, a.boxes | b.boxes)
+    return LiveTensor(a.entry, a.boxes | b.boxes)
 
 
 def _check_local_shape(item: WriteItem, value: object) -> list[Problem]:
