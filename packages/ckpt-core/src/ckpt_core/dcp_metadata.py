@@ -83,7 +83,7 @@ def _make_size(args: tuple[object, ...]) -> object:
     """Stand for `torch.Size(sequence)`."""
     sizes = args[0] if args else ()
     if not isinstance(sizes, tuple | list):
-        raise ValueError("a torch.Size that is no tuple")
+        raise TypeError("a torch.Size that is no tuple")
     return tuple(sizes)
 
 

@@ -113,7 +113,7 @@ class _Machine:
         self.source = source
         self.resolve_id = resolve_id
 
-    def run(self) -> object:  # noqa: C901, PLR0912  the frequent opcodes in line are three times as fast as calls
+    def run(self) -> object:  # noqa: C901  the frequent opcodes in line are three times as fast as calls
         data, stack, memo, pos = self.data, self.stack, self.memo, 0
         while (opcode := data[pos]) != _STOP:
             pos += 1
