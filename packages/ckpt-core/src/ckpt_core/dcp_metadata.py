@@ -82,8 +82,8 @@ def parse_dcp_metadata(data: bytes, source: str) -> DcpMetadata:
 def _make_size(args: tuple[object, ...]) -> object:
     """Stand for `torch.Size(sequence)`."""
     sizes = args[0] if args else ()
-    if not (isinstance(sizes, tuple | list) and all(_is_count(size) for size in sizes)):
-        raise ValueError("a torch.Size that is no tuple of sizes")
+    if not isinstance(sizes, tuple | list):
+        raise TypeError("a torch.Size that is no tuple")
     return tuple(sizes)
 
 
