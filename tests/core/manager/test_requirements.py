@@ -461,9 +461,7 @@ def test_requirement_08_an_adapter_must_match_the_models_own(
     "change",
     [
         lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.1, momentum=0.9)),
-        lambda t: setattr(
-            t, "scheduler", torch.optim.lr_scheduler.OneCycleLR(t.optimizer, max_lr=0.1, total_steps=9)
-        ),
+        lambda t: setattr(t, "scheduler", torch.optim.lr_scheduler.CosineAnnealingLR(t.optimizer, T_max=9)),
         lambda t: setattr(t, "optimizer", torch.optim.AdamW(t.model.wide.parameters())),
     ],
 )
@@ -527,7 +525,6 @@ def test_requirement_11_a_failure_inside_dcp_is_an_exception_with_its_cause(
     _save(manager, Trained(1), tmp_path, model_save_format="torch_save")
     path = tmp_path / "weights/model/__0_0.distcp"
     content = bytearray(path.read_bytes())
-    content[content.index(b"data.pkl") + 8 :][:64] = b""
     start = content.index(b"data.pkl") + 8
     content[start : start + 200] = bytes(200)
     path.write_bytes(content)
@@ -551,7 +548,7 @@ def test_requirement_12_async_without_an_accelerator_is_refused_first(
 
 @pytest.mark.parametrize("save_as", ["{}", "{}/", "{}/model", "{}/model/", "{}/./"])
 @pytest.mark.parametrize("load_as", ["{}", "{}/model/"])
-@pytest.mark.parametrize("name", ["weights", "my_weights", "models/model-1", "model"])
+@pytest.mark.parametrize("name", ["weights", "my_weights", "models/model-1"])
 def test_requirement_13_paths_mean_the_same_in_save_and_load(
     manager: AutomodelCheckpointManager, tmp_path: Path, name: str, save_as: str, load_as: str
 ) -> None:
