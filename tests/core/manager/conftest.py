@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     """A mesh of one real rank, over a rendezvous that no other run can meet."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()

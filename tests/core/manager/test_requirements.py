@@ -35,7 +35,6 @@ import torch
 from ckpt_core import automodel_compat as compat
 from ckpt_core.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     KeyMismatchError,
@@ -49,6 +48,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.compat
 
 FORMATS = ["torch_save", "safetensors"]
 
@@ -82,7 +83,7 @@ class Trained:
 
     def step(self) -> torch.Tensor:
         loss: torch.Tensor = self.model(torch.linspace(-1, 1, 14).reshape(2, 7)).square().mean()
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -289,9 +290,7 @@ def test_requirement_06_an_adapter_needs_its_configuration_and_parameters(
     with pytest.raises(ConfigError, match="peft_config"):
         manager.save_checkpoint(Trained(1, _lora).model, str(tmp_path / "w"), checkpointing_cfg={"is_peft": True})
     with pytest.raises(ConfigError, match="LoRA parameters"):
-        manager.save_checkpoint(
-            Odd(), str(tmp_path / "w"), checkpointing_cfg={}, lora_enabled=True, peft_config=PEFT
-        )
+        manager.save_checkpoint(Odd(), str(tmp_path / "w"), checkpointing_cfg={}, lora_enabled=True, peft_config=PEFT)
     assert not (tmp_path / "w").exists()
 
 
@@ -308,16 +307,12 @@ def test_an_adapter_comes_back_and_the_base_stays(manager: AutomodelCheckpointMa
         lora_enabled=True,
         peft_config=PEFT,
     )
-    manager.load_checkpoint(
-        target.model, str(tmp_path / "w"), target.optimizer, str(tmp_path / "o"), target.scheduler
-    )
+    manager.load_checkpoint(target.model, str(tmp_path / "w"), target.optimizer, str(tmp_path / "o"), target.scheduler)
     found = target.model.state_dict()
     _assert_same({n: v for n, v in found.items() if "lora_" not in n}, base)
     expected = source.model.state_dict()
     assert sum("lora_" in n for n in expected) == 2
-    _assert_same(
-        {n: v for n, v in found.items() if "lora_" in n}, {n: v for n, v in expected.items() if "lora_" in n}
-    )
+    _assert_same({n: v for n, v in found.items() if "lora_" in n}, {n: v for n, v in expected.items() if "lora_" in n})
     _assert_same(target.optimizer.state_dict(), source.optimizer.state_dict())
 
 
@@ -431,9 +426,7 @@ def test_requirement_08_another_model_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("save_format", FORMATS)
-def test_a_wider_dtype_is_filled_exactly(
-    manager: AutomodelCheckpointManager, tmp_path: Path, save_format: str
-) -> None:
+def test_a_wider_dtype_is_filled_exactly(manager: AutomodelCheckpointManager, tmp_path: Path, save_format: str) -> None:
     source, target = Trained(1, _Narrowed), Trained(2)
     _save(manager, source, tmp_path, model_save_format=save_format)
     manager.load_checkpoint(target.model, str(tmp_path / "weights"))
@@ -528,7 +521,7 @@ def test_requirement_11_a_failure_inside_dcp_is_an_exception_with_its_cause(
     start = content.index(b"data.pkl") + 8
     content[start : start + 200] = bytes(200)
     path.write_bytes(content)
-    with pytest.raises(LoadError, match="rank 0: .*Error") as caught:
+    with pytest.raises(LoadError, match=r"rank 0: .*Error") as caught:
         manager.load_checkpoint(Odd(), str(tmp_path / "weights"))
     assert isinstance(caught.value, RuntimeError)
     assert str(tmp_path) in str(caught.value)
@@ -602,9 +595,7 @@ def test_requirement_14_other_keys_are_refused_on_save_and_load(
         _load(manager, Trained(2), tmp_path / "run")
 
 
-def test_keys_given_to_the_library_are_those_of_the_model(
-    manager: AutomodelCheckpointManager, tmp_path: Path
-) -> None:
+def test_keys_given_to_the_library_are_those_of_the_model(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
     _save(manager, Trained(1), tmp_path)
     mapping = json.loads((tmp_path / "weights/model/.hf_metadata/fqn_to_file_index_mapping.json").read_text())
     assert sorted(mapping) == sorted(KEYS)
