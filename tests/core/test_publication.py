@@ -2,28 +2,14 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ckpt_core.publication import Recovery
-from ckpt_core.staging import recover, stage_directory
+from ckpt_core.staging import recover
 
-from tests.file_sets import NEW, OLD, list_names, read_set, write_set
-
-
-def publish_set(target: Path, files: dict[str, bytes], *, replace: bool = False) -> None:
-    with stage_directory(target, replace=replace) as stage:
-        write_set(stage.path, files)
-        stage.publish()
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603  our own interpreter and script
-
+from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, start_python, write_set
 
 # Runs one action and kills itself before the n-th operation that the interpreter reports. Every change to the
 # file system lies between two reported ones, so every state between two changes is reached.
@@ -62,7 +48,7 @@ publish() if action == "publish" else staging.recover(target)
 
 def run_victim(action: str, target: Path, nth: int, mode: str) -> bool:
     """Return whether the process came to its end before the n-th operation."""
-    victim = start(f"NEW = {NEW!r}\n{VICTIM}", action, target, nth, mode)
+    victim = start_python(f"NEW = {NEW!r}\n{VICTIM}", action, target, nth, mode)
     _, errors = victim.communicate(timeout=60)
     assert victim.returncode in {0, -signal.SIGKILL}, errors
     return victim.returncode == 0
