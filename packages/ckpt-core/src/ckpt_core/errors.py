@@ -15,6 +15,7 @@ from typing import Literal
 ProblemKind = Literal[
     "missing_file",
     "short_file",
+    "long_file",
     "bad_header",
     "missing_tensor",
     "unexpected_tensor",
@@ -101,6 +102,10 @@ class TargetError(CheckpointError, FileExistsError):
     """The place to write to is taken, locked, or the source itself."""
 
     __str__ = Exception.__str__
+
+
+class LockHeldError(TargetError):
+    """Another writer is at work on the same target."""
 
 
 class SpaceError(CheckpointError, OSError):
