@@ -72,10 +72,11 @@ class _VersionAction(argparse.Action):
 
 
 def _run(options: argparse.Namespace) -> None:
+    from ckpt_core.staging import require_free_space  # noqa: PLC0415
+
     from ckpt_convert.byte_sizes import parse_size  # noqa: PLC0415
     from ckpt_convert.execute import execute_plan  # noqa: PLC0415
     from ckpt_convert.plan import plan_conversion  # noqa: PLC0415
-    from ckpt_core.staging import require_free_space  # noqa: PLC0415
 
     plan = plan_conversion(
         options.src,
