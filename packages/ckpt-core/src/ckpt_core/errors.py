@@ -7,9 +7,12 @@ found and what to do. Where several things are wrong, all of them are in `proble
 
 from __future__ import annotations
 
+import errno
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 ProblemKind = Literal[
@@ -124,3 +127,30 @@ class SaveError(CheckpointError, RuntimeError):
 
 class LoadError(CheckpointError, RuntimeError):
     """A load failed; the model may have been changed only if the message says so."""
+
+
+@contextmanager
+def translate_os_errors(path: Path, failure: str) -> Iterator[None]:
+    """Turn what the operating system says while writing into an error of this family.
+
+    Args:
+        path: What the caller was working on; the message begins with it.
+        failure: What did not work, such as "cannot be written".
+
+    Raises:
+        SpaceError: The file system is full, or a quota or size limit is reached.
+        SaveError: The storage reports an error.
+        TargetError: Anything else: permissions, a read-only file system, a file in the way.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        about = "" if error.filename is None else f": {error.filename}"
+        message = f"{path}: {failure} ({error.strerror}{about})"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise SpaceError(f"{message}; free some space, or choose another place, and try again") from error
+        if error.errno == errno.EIO:
+            raise SaveError(f"{message}; the storage reports an error") from error
+        raise TargetError(f"{message}; check the permissions, or choose another place") from error

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem, translate_os_errors
 from ckpt_core.layout import CheckpointLayout
+from ckpt_core.publication import raise_walk_error
 from ckpt_core.spec import DTYPE_BITS
 
 RECORD_NAME = "ckpt_record.json"
@@ -124,7 +125,12 @@ def read_record(directory: Path) -> CheckpointRecord | None:
 
 
 def write_record(directory: Path, record: CheckpointRecord) -> None:
-    """Write `record` into `directory`, durably; the same record gives the same bytes."""
+    """Write `record` into `directory`, durably; the same record gives the same bytes.
+
+    Raises:
+        SpaceError: The file system is full.
+        TargetError: The directory is absent or cannot be written.
+    """
     content = {
         "files": dict(record.files),
         "format_version": record.format_version,
@@ -136,7 +142,8 @@ def write_record(directory: Path, record: CheckpointRecord) -> None:
     present = {key: value for key, value in content.items() if value is not None}
     # Escaping everything beyond ASCII keeps names that are no valid Unicode, which file names may be.
     text = json.dumps(present, sort_keys=True, indent=1, ensure_ascii=True) + "\n"
-    with (directory / RECORD_NAME).open("wb") as file:
+    path = directory / RECORD_NAME
+    with translate_os_errors(path, "cannot be written"), path.open("wb") as file:
         file.write(text.encode("ascii"))
         file.flush()
         os.fsync(file.fileno())
@@ -144,7 +151,7 @@ def write_record(directory: Path, record: CheckpointRecord) -> None:
 
 def measure_files(directory: Path) -> dict[str, int]:
     """List every file below `directory` with its size in bytes, the record itself left out."""
-    paths = (Path(parent, name) for parent, _, names in os.walk(directory) for name in names)
+    paths = (Path(parent, name) for parent, _, names in os.walk(directory, onerror=raise_walk_error) for name in names)
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
     sizes.pop(RECORD_NAME, None)
     return dict(sorted(sizes.items()))

@@ -1,17 +1,8 @@
 """Write a directory beside its target, then publish it whole.
 
-Names, all in the directory of the target `NAME` (behind its links, if it is one):
-
-- `.NAME.lock`: held by the one writer for as long as it stages and publishes.
-- `.NAME.partial`: the stage. With the lock free it is a leftover, removed by the next stage
-  unless that one resumes it.
-- `.NAME.old`: the previous set, whole, for the moment between two renames where the file
-  system cannot exchange two directories in one step.
-- `.NAME.swap`: never a checkpoint that anybody needs: the finished new set while the previous
-  one is still at the target, later the previous set while it is removed.
-
-After a kill at any point the target is the old set, the new set, or absent with the old set
-at `.NAME.old`; `recover` puts that one back and clears what is left.
+`open_stage` locks the target and makes an empty directory beside it; `Stage.publish` makes
+that directory durable and puts it in the target's place. `ckpt_core.publication` has the
+names and the renames. `recover` finishes or undoes what a kill left.
 
 There are no collectives here. In a process group one rank stages and publishes, the others
 write into `Stage.path`, and the caller provides the barriers between.
@@ -19,56 +10,25 @@ write into `Stage.path`, and the caller provides the barriers between.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Self
 
-from ckpt_core.errors import CheckpointError, LockHeldError, SaveError, SpaceError, TargetError
+from ckpt_core.errors import LockHeldError, SaveError, SpaceError, TargetError, translate_os_errors
 from ckpt_core.file_lock import FileLock
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2  # linux/fs.h
-
-
-class Recovery(StrEnum):
-    """What `recover` did."""
-
-    NOTHING = "nothing"
-    """There was no leftover of a publication."""
-    RESTORED = "restored"
-    """The target was absent; the previous set is back."""
-    REMOVED = "removed"
-    """The target was there; what an earlier publication left beside it is gone."""
-    LEFT = "left"
-    """Something is beside the target that is in use, not ours, or may not be removed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The target and the names beside it."""
-
-    target: Path
-    partial: Path
-    old: Path
-    swap: Path
-    lock: Path
-
-    @classmethod
-    def beside(cls, target: Path) -> Self:
-        """Resolve `target`, so that a link stays and what it points to is replaced."""
-        # realpath does not raise on a loop of links; using the path does, with a clear errno.
-        real = Path(os.path.realpath(target))
-        if not real.name:
-            raise TargetError(f"{target}: the root of a file system cannot be a checkpoint; name a directory in it")
-        names = (f".{real.name}.{suffix}" for suffix in ("partial", "old", "swap", "lock"))
-        return cls(real, *(real.with_name(name) for name in names))
+from ckpt_core.publication import (
+    Places,
+    Recovery,
+    clear_previous,
+    make_parents,
+    recover_places,
+    remove_tree,
+    replace_target,
+    sync_directory,
+    sync_tree,
+)
 
 
 class Stage:
@@ -77,7 +37,7 @@ class Stage:
     Ends with exactly one of `publish`, `keep` or `discard`.
     """
 
-    def __init__(self, places: _Places, lock: FileLock, *, replace: bool) -> None:
+    def __init__(self, places: Places, lock: FileLock, *, replace: bool) -> None:
         """Take over a created stage; use `open_stage`."""
         self._places = places
         self._lock = lock
@@ -111,8 +71,8 @@ class Stage:
             SaveError: A file could not be written out; the target is untouched.
             SpaceError: The file system is full.
         """
-        with _translated(self.path, "cannot be made durable"):
-            _sync_tree(self.path)
+        with translate_os_errors(self.path, "cannot be made durable"):
+            sync_tree(self.path)
 
     def publish(self) -> None:
         """Make the stage durable and put it at the target, whole.
@@ -127,15 +87,15 @@ class Stage:
         """
         self._require_open()
         self.sync()
-        with _translated(self.target, "cannot be published"):
+        with translate_os_errors(self.target, "cannot be published"):
             self._put_at_target()
         self._is_published = True
         try:
-            with _translated(self.target, "is published, but its directory cannot be made durable"):
-                _sync_directory(self.target.parent)
+            with translate_os_errors(self.target, "is published, but its directory cannot be made durable"):
+                sync_directory(self.target.parent)
             # What is left of the old set now is cleared by the next command.
             with suppress(OSError):
-                _clear(self._places)
+                clear_previous(self._places)
         finally:
             self._lock.release()
 
@@ -144,7 +104,7 @@ class Stage:
         if not os.path.lexists(places.target):
             places.partial.rename(places.target)
         elif self._replace:
-            _replace_target(places)
+            replace_target(places)
         else:
             raise TargetError(f"{places.target}: appeared while it was being written; nothing was replaced")
 
@@ -156,8 +116,8 @@ class Stage:
     def discard(self) -> None:
         """Remove the stage; the target is untouched."""
         self._require_open()
-        with _translated(self.path, "cannot be removed"):
-            _remove_tree(self.path)
+        with translate_os_errors(self.path, "cannot be removed"):
+            remove_tree(self.path)
         self._lock.release()
 
     def _require_open(self) -> None:
@@ -179,15 +139,17 @@ def open_stage(target: Path, *, replace: bool = False, resume: bool = False) -> 
         TargetError: The target is taken, a file, a mount point or locked by another writer,
             or its parent cannot be written.
     """
-    places = _Places.beside(target)
-    with _translated(places.target, "cannot be written"):
-        _make_parents(places.target.parent)
+    places = Places.beside(target)
+    with translate_os_errors(places.target, "cannot be written"):
+        # Before anything is made, and again once a recovery may have brought the old set back.
+        _check_target(places.target, replace=replace)
+        make_parents(places.target.parent)
         lock = FileLock.acquire(places.lock)
         try:
-            _recover_locked(places, is_ours=not lock.is_new)
+            recover_places(places, is_ours=not lock.is_new)
             _check_target(places.target, replace=replace)
             if not resume:
-                _remove_tree(places.partial)
+                remove_tree(places.partial)
             places.partial.mkdir(exist_ok=resume)
         except BaseException:
             lock.release()
@@ -233,7 +195,7 @@ def recover(target: Path) -> Recovery:
     Raises:
         TargetError: The target is absent and the previous set cannot be put back.
     """
-    places = _Places.beside(target)
+    places = Places.beside(target)
     if not (os.path.lexists(places.old) or os.path.lexists(places.swap)):
         return Recovery.NOTHING
     try:
@@ -243,7 +205,7 @@ def recover(target: Path) -> Recovery:
     except OSError as error:
         return _settle_for_target(places, error)
     try:
-        return _recover_locked(places, is_ours=not lock.is_new)
+        return recover_places(places, is_ours=not lock.is_new)
     except OSError as error:
         return _settle_for_target(places, error)
     finally:
@@ -272,74 +234,13 @@ def require_free_space(path: Path, nbytes: int) -> None:
         )
 
 
-def _recover_locked(places: _Places, *, is_ours: bool) -> Recovery:
-    if os.path.lexists(places.old) and not os.path.lexists(places.target):
-        places.old.rename(places.target)
-        _sync_directory(places.target.parent)
-        _remove_tree(places.swap)
-        return Recovery.RESTORED
-    if os.path.lexists(places.old) and not is_ours:
-        # A killed publication leaves its lock file behind; without one, somebody else made this directory.
-        return Recovery.LEFT
-    return Recovery.REMOVED if _clear(places) else Recovery.NOTHING
-
-
-def _settle_for_target(places: _Places, error: OSError) -> Recovery:
+def _settle_for_target(places: Places, error: OSError) -> Recovery:
     if os.path.lexists(places.target) or not os.path.lexists(places.old):
         return Recovery.LEFT
     raise TargetError(
         f"{places.target}: a replacement was interrupted and the previous checkpoint is at {places.old}, "
         f"but it cannot be renamed back ({error.strerror}); rename it yourself"
     ) from error
-
-
-def _clear(places: _Places) -> bool:
-    """Remove the previous set; rename it first, because half of it must never be restored."""
-    found = os.path.lexists(places.old) or os.path.lexists(places.swap)
-    _remove_tree(places.swap)
-    if os.path.lexists(places.old):
-        places.old.rename(places.swap)
-        _remove_tree(places.swap)
-    return found
-
-
-def _replace_target(places: _Places) -> None:
-    if os.path.lexists(places.old):
-        raise TargetError(f"{places.old}: is in the way and was not written here; move it elsewhere")
-    new = places.partial.stat()
-    # Out of the stage's name first: after the exchange it is the previous set, which nobody may resume.
-    places.partial.rename(places.swap)
-    try:
-        if not _exchange(places.swap, places.target):
-            places.target.rename(places.old)
-            places.swap.rename(places.target)
-    except BaseException:
-        _undo_replace(places, new)
-        raise
-
-
-def _undo_replace(places: _Places, new: os.stat_result) -> None:
-    """Go back to the old set, unless an interrupt came after the new one was in place."""
-    if not os.path.lexists(places.target):
-        places.old.rename(places.target)
-    if places.swap.is_dir() and os.path.samestat(places.swap.stat(), new):
-        places.swap.rename(places.partial)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two directories in one step; False where the file system or the C library cannot."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    if renameat2 is None:
-        return False
-    result = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return bool(result == 0)
-
-
-def _make_parents(directory: Path) -> None:
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        _sync_directory(path.parent)
 
 
 def _check_target(target: Path, *, replace: bool) -> None:
@@ -351,50 +252,3 @@ def _check_target(target: Path, *, replace: bool) -> None:
         raise TargetError(f"{target}: already exists; remove it, choose another target or ask to replace it")
     if target.is_mount():
         raise TargetError(f"{target}: is a mount point, which cannot be replaced; choose a directory in it")
-
-
-def _remove_tree(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync_tree(directory: Path) -> None:
-    for parent, _, names in os.walk(directory, topdown=False):
-        for path in (Path(parent, name) for name in names):
-            if not path.is_symlink():
-                _sync_file(path)
-        _sync_directory(Path(parent))
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_directory(path: Path) -> None:
-    try:
-        _sync_file(path)
-    except OSError as error:
-        # Some network file systems have no fsync for directories; they order renames themselves.
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
-            raise
-
-
-@contextmanager
-def _translated(path: Path, failure: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        message = f"{path}: {failure} ({error.strerror}: {error.filename})"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise SpaceError(f"{message}; free some space and try again") from error
-        if error.errno == errno.EIO:
-            raise SaveError(f"{message}; the storage reports an error") from error
-        raise TargetError(f"{message}; check the permissions, or choose another target") from error
