@@ -17,10 +17,10 @@ from pathlib import Path
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError, SpaceError
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, TensorRecord, measure_files, write_record
+from ckpt_core.safetensors_header import INDEX_NAME
 from ckpt_core.staging import Stage, require_free_space, stage_directory
 
 from ckpt_convert.copy_tensors import write_files
-from ckpt_convert.output_files import INDEX_NAME
 from ckpt_convert.parallel import Meter, Workers
 from ckpt_convert.plan import DEFAULT_SHARD_SIZE, ConversionPlan, plan_conversion
 from ckpt_convert.report import ConversionReport

@@ -18,7 +18,7 @@ from ckpt_core.record import RECORD_NAME
 
 from ckpt_convert.assets import Asset, describe_missing, find_assets
 from ckpt_convert.byte_sizes import format_size
-from ckpt_convert.output_files import INDEX_NAME, PlannedFile, build_index, lay_out_files
+from ckpt_convert.output_files import PlannedFile, build_index, lay_out_files
 from ckpt_convert.target_check import check_target, check_tensors
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
