@@ -45,7 +45,7 @@ def test_layers_are_counted_as_numbers_whatever_digits_a_name_holds() -> None:
     names = ["layers.10.w", "layers.9.w", "layers.1.w", "layers.01.w", "layers.x.w", "9", "layers.٣.w"]
     (file,) = lay_out_files({fqn: TensorSpec(fqn, "U8", (1,), ()) for fqn in names}, 1000)
     assert list_names(file) == [
-        "layers.x.w", "layers.01.w", "layers.1.w", "layers.٣.w", "layers.9.w", "layers.10.w", "9",
+        "9", "layers.01.w", "layers.1.w", "layers.٣.w", "layers.9.w", "layers.10.w", "layers.x.w",
     ]  # fmt: skip
 
 

@@ -15,9 +15,11 @@ from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.record import RECORD_NAME
+from ckpt_core.safetensors_header import INDEX_NAME
 
 from ckpt_convert.assets import Asset, describe_missing, find_assets
 from ckpt_convert.byte_sizes import format_size
+from ckpt_convert.names import NameChanges, change_names
 from ckpt_convert.output_files import PlannedFile, build_index, lay_out_files
 from ckpt_convert.target_check import check_target, check_tensors
 
