@@ -11,12 +11,9 @@ from ckpt_core.checkpoint_files import find_size, read_range
 from ckpt_core.coverage import check_tiling
 from ckpt_core.dcp_metadata import DcpMetadata, Nesting, parse_dcp_metadata
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem
-from ckpt_core.layout import CheckpointLayout
+from ckpt_core.layout import DCP_METADATA, CheckpointLayout
 from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
 from ckpt_core.torch_archive import ArchivedTensor, find_archived_tensor
-
-METADATA_FILE = ".metadata"
-"""Name of the file that makes a directory a DCP."""
 
 DATA_SUFFIX = ".distcp"
 
@@ -32,7 +29,7 @@ class DcpReader:
             CorruptCheckpointError, UnsafePickleError: It cannot be used.
         """
         self.path = path
-        self._metadata = _load_metadata(path / METADATA_FILE)
+        self._metadata = _load_metadata(path / DCP_METADATA)
 
     @property
     def layout(self) -> CheckpointLayout:
