@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from ckpt_core.errors import Problem
-from ckpt_core.record import TensorRecord
+from ckpt_core.record import CheckpointRecord, TensorRecord, check_record
 from ckpt_core.spec import TensorSpec
 
 
-def compare_with_record(tensors: Mapping[str, TensorSpec], recorded: Mapping[str, TensorRecord]) -> Iterator[Problem]:
-    """Yield every difference between the tensors that are there and those that were recorded."""
-    for fqn, record in recorded.items():
-        spec = tensors.get(fqn)
-        if spec is None:
-            yield Problem("missing_tensor", fqn, f"recorded as {record.dtype} {list(record.shape)}, not there")
-            continue
-        if spec.dtype != record.dtype:
-            yield Problem("dtype", fqn, f"recorded as {record.dtype}, found {spec.dtype}")
-        if spec.shape != record.shape:
-            yield Problem("shape", fqn, f"recorded as {list(record.shape)}, found {list(spec.shape)}")
+def compare_with_record(
+    directory: Path, record: CheckpointRecord, tensors: Mapping[str, TensorSpec]
+) -> Iterator[Problem]:
+    """Yield every difference between a directory and its record: files, sizes, tensors, shapes, dtypes."""
+    yield from check_record(directory, record)
+    for fqn, recorded in record.tensors.items():
+        yield from _compare_tensor(fqn, tensors.get(fqn), recorded)
     for fqn in tensors:
-        if fqn not in recorded:
+        if fqn not in record.tensors:
             yield Problem("unexpected_tensor", fqn, "there, but not in the record of its directory")
+
+
+def _compare_tensor(fqn: str, spec: TensorSpec | None, recorded: TensorRecord) -> Iterator[Problem]:
+    if spec is None:
+        yield Problem("missing_tensor", fqn, f"recorded as {recorded.dtype} {list(recorded.shape)}, not there")
+        return
+    if spec.dtype != recorded.dtype:
+        yield Problem("dtype", fqn, f"recorded as {recorded.dtype}, found {spec.dtype}")
+    if spec.shape != recorded.shape:
+        yield Problem("shape", fqn, f"recorded as {list(recorded.shape)}, found {list(spec.shape)}")

@@ -63,7 +63,15 @@ def detect_layout(path: str | os.PathLike[str]) -> DetectedLayout:
         CheckpointNotFoundError: Nothing is there.
         LayoutError: No layout known here, another system's, or several candidates.
     """
-    start = Path(path)
+    try:
+        return _detect(Path(path))
+    except CheckpointError:
+        raise
+    except OSError as err:
+        raise LayoutError(f"{path}: cannot be looked into: {err.strerror}") from err
+
+
+def _detect(start: Path) -> DetectedLayout:
     if not start.exists():
         raise CheckpointNotFoundError(f"{start}: expected a checkpoint, found nothing; check the path")
     if start.is_file():
@@ -99,7 +107,7 @@ def _detect_file(path: Path) -> DetectedLayout:
 
 def _walk(directory: Path, skipped: frozenset[str], depth: int) -> Iterator[DetectedLayout]:
     """Yield the layouts at a directory; below it only if there are none."""
-    names = _list_names(directory)
+    names = sorted(entry.name for entry in directory.iterdir())
     if foreign := find_foreign_layout(names):
         raise LayoutError(
             f"{directory}: found a checkpoint of {foreign.name}, which is not read here; {foreign.remedy}"
@@ -115,13 +123,6 @@ def _walk(directory: Path, skipped: frozenset[str], depth: int) -> Iterator[Dete
     for name in [*below, *(name for name in _COPIES if name in names)]:
         if (directory / name).is_dir():
             yield from _walk(directory / name, skipped, depth - 1)
-
-
-def _list_names(directory: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in directory.iterdir())
-    except OSError as err:
-        raise LayoutError(f"{directory}: cannot be listed: {err.strerror}") from err
 
 
 def _find_layouts(directory: Path, names: list[str]) -> list[CheckpointLayout]:

@@ -12,7 +12,7 @@ from ckpt_core.checkpoint_files import find_size
 from ckpt_core.completeness import compare_with_record
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Problem
 from ckpt_core.layout import CheckpointLayout
-from ckpt_core.record import CheckpointRecord, check_record, read_record
+from ckpt_core.record import read_record
 from ckpt_core.safetensors_header import INDEX_NAME, HeaderEntry, SafetensorsHeader, read_header, read_index
 from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
 
@@ -81,7 +81,7 @@ class SafetensorsReader:
         if self._weight_map is not None:
             problems += self._check_index(self._weight_map)
         if self._record is not None:
-            problems += check_files_and_tensors(self._directory, self._record, self.tensors)
+            problems += compare_with_record(self._directory, self._record, self.tensors)
         elif self._weight_map is None and len(self._files.headers) > 1:
             message = "several files without an index or a record: none of them would be missed"
             problems.append(Problem("unproven", self.path.name, message))
@@ -174,13 +174,6 @@ def find_row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     for dim in range(len(sizes) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * max(1, sizes[dim])
     return tuple(strides)
-
-
-def check_files_and_tensors(
-    directory: Path, record: CheckpointRecord, tensors: Mapping[str, TensorSpec]
-) -> list[Problem]:
-    """Compare a directory with the record in it."""
-    return [*check_record(directory, record), *compare_with_record(tensors, record.tensors)]
 
 
 def _make_whole(fqn: str, file: str, entry: HeaderEntry) -> TensorSpec:

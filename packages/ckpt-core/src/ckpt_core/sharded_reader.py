@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from ckpt_core.completeness import compare_with_record
 from ckpt_core.coverage import check_tiling
 from ckpt_core.errors import Problem
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, read_record
 from ckpt_core.safetensors_header import SHARDING_KEY, HeaderEntry, SafetensorsHeader, parse_strict_json
-from ckpt_core.safetensors_reader import SafetensorsFiles, check_files_and_tensors, list_safetensors, locate_raw
+from ckpt_core.safetensors_reader import SafetensorsFiles, list_safetensors, locate_raw
 from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
 
 
@@ -62,7 +63,7 @@ class ShardedSafetensorsReader:
             message = "the files hold neither the full shapes nor a list of files; a missing last shard would go unseen"
             problems.append(Problem("unproven", self.path.name, message))
         else:
-            problems += check_files_and_tensors(self._directory, self._record, self.tensors)
+            problems += compare_with_record(self._directory, self._record, self.tensors)
             problems += self._find_strays(self._record)
         return list(dict.fromkeys(problems))
 
