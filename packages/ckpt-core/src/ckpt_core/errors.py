@@ -7,14 +7,18 @@ found and what to do. Where several things are wrong, all of them are in `proble
 
 from __future__ import annotations
 
+import errno
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 ProblemKind = Literal[
     "missing_file",
     "short_file",
+    "long_file",
     "bad_header",
     "missing_tensor",
     "unexpected_tensor",
@@ -103,6 +107,10 @@ class TargetError(CheckpointError, FileExistsError):
     __str__ = Exception.__str__
 
 
+class LockHeldError(TargetError):
+    """Another writer is at work on the same target."""
+
+
 class SpaceError(CheckpointError, OSError):
     """The file system cannot hold the result."""
 
@@ -115,3 +123,30 @@ class SaveError(CheckpointError, RuntimeError):
 
 class LoadError(CheckpointError, RuntimeError):
     """A load failed; the model may have been changed only if the message says so."""
+
+
+@contextmanager
+def translate_os_errors(path: Path, failure: str) -> Iterator[None]:
+    """Turn what the operating system says while writing into an error of this family.
+
+    Args:
+        path: What the caller was working on; the message begins with it.
+        failure: What did not work, such as "cannot be written".
+
+    Raises:
+        SpaceError: The file system is full, or a quota or size limit is reached.
+        SaveError: The storage reports an error.
+        TargetError: Anything else: permissions, a read-only file system, a file in the way.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        about = "" if error.filename is None else f": {error.filename}"
+        message = f"{path}: {failure} ({error.strerror}{about})"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise SpaceError(f"{message}; free some space, or choose another place, and try again") from error
+        if error.errno == errno.EIO:
+            raise SaveError(f"{message}; the storage reports an error") from error
+        raise TargetError(f"{message}; check the permissions, or choose another place") from error
