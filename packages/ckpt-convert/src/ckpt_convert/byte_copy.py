@@ -39,7 +39,9 @@ def copy_bytes(
         wanted = min(STEP, length - done)
         copied = _copy_once(source, source_offset + done, target, target_offset + done, wanted)
         if copied == 0:
-            raise CorruptCheckpointError(f"expected {length - done} more bytes at {source_offset + done}, found the end")
+            raise CorruptCheckpointError(
+                f"expected {length - done} more bytes at {source_offset + done}, found the end"
+            )
         done += copied
         advance(copied)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+
 class TensorDigest:
     """A digest that is fed the bytes of one tensor in row-major order, block by block."""
 

@@ -82,7 +82,7 @@ def run_demo(root: Path) -> int:
     quieten_libraries()
     make_base_model(root / "base")
     say(f"Train {STEPS} steps on a mesh of dp {MESH[0]} x tp {MESH[1]} processes, save as {' and as '.join(FORMATS)}")
-    spawn(train_and_save, args=(root,), nprocs=MESH[0] * MESH[1])  # type: ignore[no-untyped-call]  torch has no types here
+    spawn(train_and_save, args=(root,), nprocs=MESH[0] * MESH[1])  # type: ignore[no-untyped-call]  # torch has no types here
     outcomes = [carry_over(root, saved_as) for saved_as in FORMATS]
     say("Is what transformers opened the model that was trained?")
     print_table(outcomes)
