@@ -12,9 +12,7 @@ STEP = 16 * 2**20
 """Bytes between two reports of progress, which is also where a stop takes effect."""
 _BLOCK = 4 * 2**20
 """Buffer of the fallback: large enough that system calls do not count, small beside the ceiling."""
-_NO_RANGE_COPY = frozenset(
-    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EBADF}
-)
+_NO_RANGE_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM})
 """Answers of file systems, kernels and sandboxes that do not copy ranges between these two files."""
 
 

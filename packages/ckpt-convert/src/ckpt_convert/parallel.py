@@ -48,15 +48,17 @@ def run_threads(items: Iterable[Item], work: Callable[[Item], None], *, threads:
     drawing = threading.Lock()
     errors: list[BaseException] = []
 
+    def draw() -> Item | None:
+        with drawing:
+            return next(queue, None)
+
     def drain() -> None:
         try:
-            while True:
-                with drawing:
-                    item = next(queue)
+            while (item := draw()) is not None:
                 # An item without bytes reports none, and must not outlive a stop either.
                 meter.advance(0)
                 work(item)
-        except (StopIteration, StoppedError):
+        except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001  handed to the caller below
             errors.append(error)

@@ -97,6 +97,10 @@ class KeyMismatchError(CheckpointError, RuntimeError):
     """Keys, shapes or dtypes differ from those that were asked for."""
 
 
+class VerificationError(CheckpointError, ValueError):
+    """What was written is not what the source holds; it was not published."""
+
+
 class ConfigError(CheckpointError, ValueError):
     """An option or a combination of options is impossible."""
 
