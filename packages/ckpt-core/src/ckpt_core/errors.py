@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import errno
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 ProblemKind = Literal[
     "missing_file",
@@ -66,12 +66,32 @@ class CheckpointError(Exception):
     """Base of every error that this project raises on purpose."""
 
     def __init__(self, message: str, *, problems: Iterable[Problem] = ()) -> None:
-        """Keep every problem, and list the first 20 under the message."""
+        """Keep every problem; under the message, list the first 20 of each kind and the counts."""
+        self.message = message
         self.problems = tuple(problems)
-        lines = [message, *(f"  - {problem}" for problem in self.problems[:_SHOWN])]
-        if len(self.problems) > _SHOWN:
-            lines.append(f"  ... and {len(self.problems) - _SHOWN} more")
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([message, *_list_by_kind(self.problems)]))
+
+    def on_rank(self, rank: int) -> Self:
+        """The same error, saying on which rank of the process group it began."""
+        return type(self)(f"rank {rank}: {self.message}", problems=self.problems)
+
+    def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[object, ...]]:
+        return _rebuild, (type(self), self.message, self.problems)
+
+
+def _list_by_kind(problems: tuple[Problem, ...]) -> list[str]:
+    lines: list[str] = []
+    for kind in dict.fromkeys(problem.kind for problem in problems):
+        same = [problem for problem in problems if problem.kind == kind]
+        lines.append(f"  {kind.replace('_', ' ')} ({len(same)}):")
+        lines += [f"    - {problem}" for problem in same[:_SHOWN]]
+        if len(same) > _SHOWN:
+            lines.append(f"    ... and {len(same) - _SHOWN} more")
+    return lines
+
+
+def _rebuild(kind: type[CheckpointError], message: str, problems: tuple[Problem, ...]) -> CheckpointError:
+    return kind(message, problems=problems)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
