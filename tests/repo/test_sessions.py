@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LISTED = re.compile(r"^[*-] (?P<name>\w+)(?:\(.*\))? -> (?P<says>.+)$", re.MULTILINE)
 ROW = re.compile(r"^\| `(?P<name>\w+)` \| (?P<says>.+) \|$", re.MULTILINE)
-CALL = re.compile(r"nox -s \"?(?P<names>\w+(?: \w+)*)")
+CALL = re.compile(r"nox (?:-R )?-s \"?(?P<names>[a-z]+(?: [a-z]+)*)")
 
 
 @pytest.fixture(scope="module")
