@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ckpt_core.manager import AutomodelCheckpointManager
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -141,6 +140,9 @@ def shard_model(base: Path, mesh: DeviceMesh) -> torch.nn.Module:
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, root: Path, saved_as: str) -> None:
     """Save as a NeMo RL policy worker does: one manager, one call."""
+    # Brings in nemo_automodel, which takes seconds and which only the training processes need.
+    from ckpt_core.manager import AutomodelCheckpointManager  # noqa: PLC0415
+
     policy = root / saved_as / f"step_{STEPS}" / "policy"
     manager = AutomodelCheckpointManager(dp_mesh=mesh["dp"], tp_mesh=mesh["tp"])
     manager.init_checkpointer({"model_repo_id": str(root / "base"), "model_save_format": saved_as}, str(policy))
@@ -199,9 +201,9 @@ def run_tool(root: Path, *command: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def quieten_libraries() -> None:
-    """Keep progress bars and performance hints of libraries out of the story."""
+    """Keep progress bars, and hints on speed and optional parts, out of the story."""
     disable_progress_bar()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
 
 
 def say(title: str) -> None:
