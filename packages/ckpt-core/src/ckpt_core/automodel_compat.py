@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,26 +23,32 @@ from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, Che
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, KeyMismatchError, Problem
+from ckpt_core.key_mapping import strip_wrapper_prefixes
+from ckpt_core.layout import CheckpointLayout, detect_layout
+from ckpt_core.reader import open_checkpoint
 
 __all__ = [
+    "HF_HUB_CACHE",
     "Checkpointer",
     "CheckpointingConfig",
-    "adapt_names",
-    "call_supported",
     "clear_plan_caches",
     "find_tied_head",
     "has_accelerator",
     "has_lora",
     "is_real",
     "make_addons",
+    "make_config",
     "model_device",
     "model_state_dict",
     "native_names",
-    "normalize_option",
+    "normalize_options",
     "optimizer_state_dict",
+    "require_base_keys",
     "require_optimizer_path",
     "resolve_base_model",
+    "stored_namings",
+    "transient_buffers",
 ]
 
 _ADAPTER_OPTIONS = ("v4_compatible", "legacy_paramwrapper_layout")
@@ -263,7 +269,7 @@ def resolve_base_model(model_name: str, cache_dir: str | None) -> tuple[str, str
         CheckpointNotFoundError: If neither is there; nothing is downloaded.
     """
     cache = cache_dir or HF_HUB_CACHE
-    if os.path.exists(model_name):
+    if Path(model_name).exists():
         return model_name, cache
     found = _checkpointing._get_hf_safetensors_reference_path(cache, model_name)  # noqa: SLF001  no public name
     if found is None:
@@ -297,7 +303,7 @@ def require_base_keys(model: nn.Module, path: str, *, is_peft: bool) -> None:
     known = stored | {f"{prefix}{name}" for name in stored} | ({tied[0]} if tied else set())
     missing = sorted(wanted - known)
     if missing:
-        problems = [Problem("missing_tensor", name, "a parameter of the model, not in the base model") for name in missing]
+        problems = [Problem("missing_tensor", name, "in the model, not in the base model") for name in missing]
         raise KeyMismatchError(f"{path}: does not hold all parameters of the model", problems=problems)
 
 
@@ -314,4 +320,3 @@ def _unwrap_ddp(model: nn.Module) -> nn.Module:
 
 def _strip(name: str) -> str:
     return strip_wrapper_prefixes(name)
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ckpt_core import automodel_compat as compat
@@ -32,14 +31,17 @@ def load_base_model(
         CheckpointNotFoundError: If the base model is not on this machine.
         LoadError: If loading failed or left parameters without values, on every rank.
     """
+    if not compat.is_real(checkpointer):
+        _call(checkpointer, model, hf_cache_dir or compat.HF_HUB_CACHE, model_name)
+        return
     step = Step(f"{model_name}: could not be loaded as base model", LoadError)
     path, cache = on_rank_zero(step, lambda: compat.resolve_base_model(model_name, hf_cache_dir))
     # The adapter's names are not in a base model; the library skips them only if told so.
     checkpointer.config.is_peft = compat.has_lora(model)
     agree(step, lambda: _prepare(checkpointer, model, peft_init_method))
     agree(step, lambda: compat.require_base_keys(model, path, is_peft=checkpointer.config.is_peft))
-    device = compat.model_device(model)
-    agree(step, lambda: _load(checkpointer, model, device, cache, path))
+    agree(step, lambda: _call(checkpointer, model, cache, path))
+    agree(step, lambda: _require_values(model, path))
 
 
 def _prepare(checkpointer: Any, model: nn.Module, peft_init_method: str | None) -> None:  # noqa: ANN401
@@ -49,12 +51,17 @@ def _prepare(checkpointer: Any, model: nn.Module, peft_init_method: str | None) 
         checkpointer.initialize_model_weights(model, compat.model_device(model), peft_init_method=peft_init_method)
     elif peft_init_method is not None:
         for module in model.modules():
-            if hasattr(module, "init_lora_weights"):
-                module.init_lora_weights(peft_init_method)
+            initialize = getattr(module, "init_lora_weights", None)
+            if callable(initialize):
+                initialize(peft_init_method)
 
 
-def _load(checkpointer: Any, model: nn.Module, device: torch.device, cache: str, path: str) -> None:  # noqa: ANN401
+def _call(checkpointer: Any, model: nn.Module, cache: str, path: str) -> None:  # noqa: ANN401
+    device = compat.model_device(model)
     checkpointer.load_base_model(model, device=device, root_dir=cache, model_name=path, load_base_model=True)
+
+
+def _require_values(model: nn.Module, path: str) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:

@@ -47,9 +47,8 @@ def agree(step: Step, work: Callable[[], T]) -> T:
         CheckpointError: If any rank failed: the error of the lowest failing rank.
     """
     own = _attempt(step, work)
-    failures = [_Outcome(None, own.error, own.rank)] if _is_alone() else _exchange(own)
-    first = next((failure for failure in failures if failure.error is not None), own)
-    _raise_failure(first, own)
+    for rank, error in enumerate([own.error] if _is_alone() else _exchange(own.error)):
+        _raise_failure(error, rank, own.error)
     return cast("T", own.value)
 
 
@@ -70,7 +69,7 @@ def combine(step: Step, work: Callable[[], T], merge: Callable[[Sequence[T]], R]
     else:
         merged = _Outcome(None, None, 0)
     merged = _broadcast(merged)
-    _raise_failure(merged, own)
+    _raise_failure(merged.error, merged.rank, own.error)
     return cast("R", merged.value)
 
 
@@ -82,7 +81,7 @@ def on_rank_zero(step: Step, work: Callable[[], T]) -> T:
     """
     outcome: _Outcome[T] = _attempt(step, work) if is_rank_zero() else _Outcome(None, None, 0)
     result = _broadcast(outcome)
-    _raise_failure(result, outcome)
+    _raise_failure(result.error, result.rank, outcome.error)
     return cast("T", result.value)
 
 
@@ -111,12 +110,10 @@ def _attempt(step: Step, work: Callable[[], T]) -> _Outcome[T]:
         return _Outcome(None, wrapped, _rank())
 
 
-def _raise_failure(outcome: _Outcome[R], own: _Outcome[T]) -> None:
-    """Raise what `outcome` reports; where it began here, with its original cause."""
-    if outcome.error is None:
-        return
-    failure = outcome.error if _is_alone() else outcome.error.on_rank(outcome.rank)
-    raise failure from (own.error.__cause__ if own.error is not None else None)
+def _raise_failure(error: CheckpointError | None, rank: int, own: CheckpointError | None) -> None:
+    """Raise `error` of `rank`; where it began here, with its original cause."""
+    if error is not None:
+        raise (error if _is_alone() else error.on_rank(rank)) from (own.__cause__ if own is not None else None)
 
 
 def _has_group() -> bool:
@@ -131,10 +128,10 @@ def _is_alone() -> bool:
     return not _has_group() or dist.get_world_size() == 1
 
 
-def _exchange(own: _Outcome[T]) -> list[_Outcome[None]]:
-    outcomes: list[_Outcome[None] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, _Outcome(None, own.error, own.rank))
-    return cast("list[_Outcome[None]]", outcomes)
+def _exchange(own: CheckpointError | None) -> list[CheckpointError | None]:
+    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own)
+    return errors
 
 
 def _gather_on_rank_zero(own: _Outcome[T]) -> list[_Outcome[T]]:

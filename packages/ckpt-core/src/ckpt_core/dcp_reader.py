@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from ckpt_core.checkpoint_files import find_size, read_range
+from ckpt_core.completeness import compare_with_record
 from ckpt_core.coverage import check_tiling
 from ckpt_core.dcp_metadata import DcpMetadata, Nesting, parse_dcp_metadata
-from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem
-from ckpt_core.layout import CheckpointLayout
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Problem
+from ckpt_core.layout import DCP_METADATA, CheckpointLayout
+from ckpt_core.record import read_record
+from ckpt_core.safetensors_header import SafetensorsHeader, read_header
+from ckpt_core.safetensors_reader import find_row_major_strides
 from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
-from ckpt_core.torch_archive import ArchivedTensor, find_archived_tensor
-
-METADATA_FILE = ".metadata"
-"""Name of the file that makes a directory a DCP."""
+from ckpt_core.torch_archive import ARCHIVE_MAGIC, ArchivedTensor, find_archived_tensor
 
 DATA_SUFFIX = ".distcp"
 
@@ -32,7 +34,9 @@ class DcpReader:
             CorruptCheckpointError, UnsafePickleError: It cannot be used.
         """
         self.path = path
-        self._metadata = _load_metadata(path / METADATA_FILE)
+        self._metadata = _load_metadata(path / DCP_METADATA)
+        self._record = read_record(path)
+        self._blobs: dict[tuple[str, int], SafetensorsHeader | None] = {}
 
     @property
     def layout(self) -> CheckpointLayout:
@@ -61,7 +65,10 @@ class DcpReader:
             problems += check_tiling(spec.fqn, spec.shape, [(c.offsets, c.sizes) for c in spec.chunks])
         for file, ranges in self._ranges_by_file.items():
             problems += self._check_file(file, ranges)
-        return problems + list(self._find_strays())
+        problems += self._find_strays()
+        if self._record is not None:
+            problems += compare_with_record(self.path, self._record, self.tensors)
+        return list(dict.fromkeys(problems))
 
     def locate(self, spec: TensorSpec, chunk: Chunk) -> TensorData:
         """Find the elements of `chunk` inside its archive.
@@ -70,16 +77,37 @@ class DcpReader:
             CheckpointNotFoundError: The file is missing.
             CorruptCheckpointError: The archive is damaged or holds another tensor.
         """
-        stored = chunk.stored
-        found = find_archived_tensor(self.path / stored.file, stored.offset, stored.length)
-        sizes, strides = _unpack_elements(found)
-        if found.dtype != spec.dtype or sizes != chunk.sizes:
-            msg = (
-                f"{self.path / stored.file}: expected {spec.dtype} of sizes {chunk.sizes} for {spec.fqn!r} at offset"
-                f" {stored.offset}, found {found.dtype} of sizes {sizes}; file and metadata belong to different saves"
+        found = self._find_stored(spec, chunk.stored)
+        if found.dtype != spec.dtype or found.sizes != chunk.sizes:
+            raise CorruptCheckpointError(
+                f"{self.path / chunk.stored.file}: expected {spec.dtype} of sizes {chunk.sizes} for {spec.fqn!r} at"
+                f" offset {chunk.stored.offset}, found {found.dtype} of sizes {found.sizes}; file and metadata belong"
+                " to different saves"
             )
-            raise CorruptCheckpointError(msg)
-        return TensorData(stored.file, found.offset, sizes, strides)
+        return TensorData(chunk.stored.file, found.offset, found.sizes, found.strides)
+
+    def _find_stored(self, spec: TensorSpec, stored: StoredRange) -> ArchivedTensor:
+        blob = self._find_blob(stored)
+        if blob is None:
+            return _unpack_elements(find_archived_tensor(self.path / stored.file, stored.offset, stored.length))
+        entry = blob.entries.get(spec.fqn)
+        if entry is None:
+            raise CorruptCheckpointError(
+                f"{self.path / stored.file}: expected {spec.fqn!r} in the safetensors data at offset"
+                f" {stored.offset}, found {len(blob.entries)} others"
+            )
+        return ArchivedTensor(entry.dtype, entry.shape, find_row_major_strides(entry.shape), entry.offset)
+
+    def _find_blob(self, stored: StoredRange) -> SafetensorsHeader | None:
+        """Return the header if one safetensors blob lies there instead of an archive.
+
+        torch 2.13 writes the tensors of a file as one blob when it is asked for safetensors,
+        and records where the blob begins as the place of every tensor in it.
+        """
+        place = stored.file, stored.offset
+        if place not in self._blobs:
+            self._blobs[place] = _read_blob_header(self.path / stored.file, stored.offset)
+        return self._blobs[place]
 
     @cached_property
     def _ranges_by_file(self) -> dict[str, list[tuple[StoredRange, str]]]:
@@ -96,7 +124,14 @@ class DcpReader:
         end = max(stored.offset + stored.length for stored, _ in ranges)
         if size < end:
             yield Problem("short_file", file, f"expected at least {end} bytes, found {size}; the file is cut short")
-        yield from _find_shared_bytes(file, ranges)
+        yield from _find_shared_bytes(file, self._join_blob(ranges))
+
+    def _join_blob(self, ranges: list[tuple[StoredRange, str]]) -> list[tuple[StoredRange, str]]:
+        """Keep one of the ranges that begin at a blob."""
+        kept = {stored.offset: (stored, fqn) for stored, fqn in ranges}
+        if len(kept) == len(ranges):
+            return ranges
+        return [item for item in ranges if self._find_blob(item[0]) is None or kept[item[0].offset] is item]
 
     def _find_strays(self) -> Iterator[Problem]:
         for path in sorted(self.path.iterdir()):
@@ -113,12 +148,21 @@ def _load_metadata(path: Path) -> DcpMetadata:
     return parse_dcp_metadata(read_range(path, 0, size), str(path))
 
 
-def _unpack_elements(found: ArchivedTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and strides in elements; torch counts two F4 elements as one."""
+def _read_blob_header(path: Path, offset: int) -> SafetensorsHeader | None:
+    try:
+        if read_range(path, offset, len(ARCHIVE_MAGIC)) == ARCHIVE_MAGIC:
+            return None
+        return read_header(path, start=offset)
+    except CheckpointError:
+        return None  # reading it as an archive says what is wrong
+
+
+def _unpack_elements(found: ArchivedTensor) -> ArchivedTensor:
+    """Count sizes and strides in elements; torch counts two F4 elements as one."""
     if found.dtype != "F4" or not found.sizes:
-        return found.sizes, found.strides
+        return found
     strides = (*(2 * stride for stride in found.strides[:-1]), found.strides[-1])
-    return (*found.sizes[:-1], 2 * found.sizes[-1]), strides
+    return replace(found, sizes=(*found.sizes[:-1], 2 * found.sizes[-1]), strides=strides)
 
 
 def _find_shared_bytes(file: str, ranges: list[tuple[StoredRange, str]]) -> Iterator[Problem]:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ckpt_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
 DTYPE_OF_TORCH: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -50,3 +57,34 @@ DTYPE_OF_STORAGE: dict[str, str] = {
     "ComplexDoubleStorage": "C128",
 }
 """Typed storage class of `torch` -> dtype string; newer dtypes have none and use `UntypedStorage`."""
+
+_FLOAT_BITS: dict[str, tuple[int, int]] = {
+    "F8_E4M3": (4, 3),
+    "F8_E5M2": (5, 2),
+    "F16": (5, 10),
+    "BF16": (8, 7),
+    "F32": (8, 23),
+    "F64": (11, 52),
+}
+"""Exponent and stored significand bits of a floating-point dtype."""
+
+
+def torch_dtype_name(dtype: torch.dtype) -> str:
+    """Name a torch dtype as specs do.
+
+    Raises:
+        ConfigError: If specs have no name for it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_OF_TORCH:
+        raise ConfigError(f"dtype {dtype} has no name in a checkpoint; known are {sorted(DTYPE_OF_TORCH)}")
+    return DTYPE_OF_TORCH[name]
+
+
+def holds_every_value(wide: str, narrow: str) -> bool:
+    """Whether every value of dtype `narrow` is a value of dtype `wide`."""
+    if wide == narrow:
+        return True
+    if wide in _FLOAT_BITS and narrow in _FLOAT_BITS:
+        return all(w >= n for w, n in zip(_FLOAT_BITS[wide], _FLOAT_BITS[narrow], strict=True))
+    return False

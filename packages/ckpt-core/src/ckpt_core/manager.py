@@ -187,7 +187,7 @@ class AutomodelCheckpointManager:
         self.checkpointer.config.model_state_dict_keys = self.model_state_dict_keys
         load_base_model(self.checkpointer, model, model_name, hf_cache_dir, peft_init_method)
 
-    def save_checkpoint(  # noqa: PLR0913  the reference's signature
+    def save_checkpoint(  # noqa: PLR0913, PLR0917  the reference's signature
         self,
         model: nn.Module,
         weights_path: str,
@@ -285,10 +285,9 @@ class AutomodelCheckpointManager:
         _log.info("Loading checkpoint from %s", weights_path)
         self.close()
         state = TrainingState(model, optimizer if optimizer_path else None, scheduler)
-        directories = (part_directory(weights_path, "model"), part_directory(optimizer_path or "", "optim"))
-        stored = None
-        if compat.is_real(self.checkpointer):
-            stored = StoredCheckpoint.read(directories[0], directories[1] if state.optimizer is not None else None)
+        model_dir = part_directory(weights_path, "model")
+        optim_dir = part_directory(optimizer_path, "optim") if optimizer_path and optimizer is not None else None
+        stored = StoredCheckpoint.read(model_dir, optim_dir) if compat.is_real(self.checkpointer) else None
         save_format, is_peft = stored.save_format if stored else detect_checkpoint_format(weights_path)
         self.update_checkpointer_config(
             # What a manager wrote is dequantized already.
@@ -297,7 +296,7 @@ class AutomodelCheckpointManager:
         )
         if stored:
             stored.require_fit(self.checkpointer, state, self.model_state_dict_keys)
-        state.read(self.checkpointer, *map(str, directories))
+        state.read(self.checkpointer, model_dir, optim_dir)
 
     def close(self) -> None:
         """Publish an asynchronous save that is not published yet; collective.
@@ -314,9 +313,7 @@ class AutomodelCheckpointManager:
 
     def _require_checkpointer(self, purpose: str) -> None:
         if self.checkpointer is None:
-            raise AssertionError(
-                f"Checkpointer must be initialized before {purpose}. Call init_checkpointer() first."
-            )
+            raise AssertionError(f"Checkpointer must be initialized before {purpose}. Call init_checkpointer() first.")
 
 
 def _require_accelerator(updates: Mapping[str, object]) -> None:

@@ -90,4 +90,3 @@ def _merge_rules(rules: Sequence[KeyRules]) -> KeyRules:
         transient=frozenset().union(*(rule.transient for rule in rules)),
         is_peft=any(rule.is_peft for rule in rules),
     )
-

@@ -21,13 +21,13 @@ from ckpt_core.save_set import PartName, SaveSet
 from ckpt_core.training_state import TrainingState, WritePaths
 
 
-def part_directory(path: str, part: PartName) -> str:
+def part_directory(path: str | os.PathLike[str], part: PartName) -> Path:
     """Directory of a part: `path` itself if it ends in the part's name, else below it.
 
     Saving and loading use the same rule, so that what was saved is found.
     """
-    normal = os.path.normpath(os.fspath(path))
-    return normal if os.path.basename(normal) == part else os.path.join(normal, part)
+    normal = Path(os.path.normpath(path))
+    return normal if normal.name == part else normal / part
 
 
 class StagedSave:
@@ -46,7 +46,7 @@ class StagedSave:
         self._requested = requested
         self._set: SaveSet | None = None
         self._expected: dict[PartName, NamedState] = {}
-        self._where = ""
+        self._where = Path()
 
     def start(self, paths: WritePaths) -> None:
         """Check the state, open the stages and let every rank write; collective.
@@ -123,9 +123,9 @@ class StagedSave:
         return states | ({"optim": live.optimizer.named} if live.optimizer else {})
 
     def _open(self, paths: WritePaths) -> WritePaths:
-        targets: dict[PartName, Path] = {"model": Path(self._where)}
+        targets: dict[PartName, Path] = {"model": self._where}
         if paths.optim is not None and self._state.optimizer is not None:
-            targets["optim"] = Path(part_directory(paths.optim, "optim"))
+            targets["optim"] = part_directory(paths.optim, "optim")
             compat.require_optimizer_path(str(targets["optim"]), is_peft=self._checkpointer.config.is_peft)
         if paths.tokenizer is not None and self._state.tokenizer is not None:
             targets["tokenizer"] = Path(paths.tokenizer)

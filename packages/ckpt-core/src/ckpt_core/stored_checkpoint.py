@@ -36,7 +36,7 @@ class StoredCheckpoint:
     optimizer: StoredState | None
 
     @classmethod
-    def read(cls, model_directory: str, optimizer_directory: str | None) -> Self:
+    def read(cls, model_directory: Path, optimizer_directory: Path | None) -> Self:
         """Read both from their metadata; collective.
 
         Raises:
@@ -48,8 +48,8 @@ class StoredCheckpoint:
         return on_rank_zero(step, lambda: cls._read(model_directory, optimizer_directory))
 
     @classmethod
-    def _read(cls, model_directory: str, optimizer_directory: str | None) -> Self:
-        model = read_stored_state(Path(model_directory))
+    def _read(cls, model_directory: Path, optimizer_directory: Path | None) -> Self:
+        model = read_stored_state(model_directory)
         if model.layout not in _SAVE_FORMATS:
             raise LayoutError(
                 f"{model_directory}: holds layout {model.layout.value}, expected one of "
@@ -57,7 +57,7 @@ class StoredCheckpoint:
             )
         if optimizer_directory is None:
             return cls(model, None)
-        optimizer = read_stored_state(Path(optimizer_directory))
+        optimizer = read_stored_state(optimizer_directory)
         require_same_save(model, optimizer)
         return cls(model, optimizer)
 

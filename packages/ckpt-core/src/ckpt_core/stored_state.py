@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, KeyMismatchError
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, KeyMismatchError, LayoutError
 from ckpt_core.key_check import Entry, NamedState
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
@@ -75,6 +75,8 @@ def _open_complete(directory: Path) -> CheckpointReader:
     if not directory.exists():
         raise CheckpointNotFoundError(f"{directory}: expected a checkpoint directory, found nothing")
     reader = open_checkpoint(directory)
+    if reader.path.resolve() != directory.resolve():
+        raise LayoutError(f"{directory}: expected a checkpoint in it, found one at {reader.path}; name that directory")
     problems = [problem for problem in reader.check() if problem.severity == "error"]
     if problems:
         raise CorruptCheckpointError(f"{directory}: is not a complete checkpoint; take another one", problems=problems)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,15 +48,15 @@ class TrainingState:
         if self.tokenizer is not None and paths.tokenizer and is_rank_zero():
             self.tokenizer.save_pretrained(paths.tokenizer)
 
-    def read(self, checkpointer: Any, model_directory: str, optimizer_directory: str) -> None:  # noqa: ANN401
+    def read(self, checkpointer: Any, model_directory: Path, optimizer_directory: Path | None) -> None:  # noqa: ANN401
         """Let the Checkpointer fill the model and then the optimizer.
 
         Raises:
             LoadError: On every rank; the message says what may have been changed.
         """
         step = Step(f"{model_directory}: reading failed, the model may be partly changed", LoadError)
-        agree(step, lambda: checkpointer.load_model(model=self.model, model_path=model_directory))
-        if self.optimizer is None:
+        agree(step, lambda: checkpointer.load_model(model=self.model, model_path=str(model_directory)))
+        if self.optimizer is None or optimizer_directory is None:
             return
         step = Step(f"{optimizer_directory}: reading failed after the model's weights were replaced", LoadError)
         agree(
@@ -64,7 +64,7 @@ class TrainingState:
             lambda: checkpointer.load_optimizer(
                 optimizer=self.optimizer,
                 model=self.model,
-                weights_path=os.path.dirname(optimizer_directory),
+                weights_path=str(optimizer_directory.parent),
                 scheduler=self.scheduler,
             ),
         )
