@@ -6,8 +6,8 @@ or else where trainers leave them:
 
 - `.hf_metadata/` in the checkpoint, as nemo_automodel writes it beside sharded safetensors;
 - the checkpoint's own directory, when a `config.json` lies there;
-- `tokenizer/` beside it or one level up, as NeMo RL writes `policy/tokenizer` beside
-  `policy/weights`.
+- `tokenizer/` beside it, or beside the `weights/` that it lies in, as NeMo RL writes
+  `policy/tokenizer` beside `policy/weights`.
 
 Weights, their index and the FQN mappings of `.hf_metadata/` describe the source's files and
 never go along.
@@ -90,7 +90,9 @@ def describe_missing(assets: tuple[Asset, ...]) -> list[str]:
 
 def _list_places(checkpoint: Path) -> list[Path]:
     own = [checkpoint] if (checkpoint / "config.json").is_file() else []
-    beside = [checkpoint.parent / "tokenizer", checkpoint.parent.parent / "tokenizer"]
+    # NeMo RL: policy/weights/model or policy/weights, beside policy/tokenizer.
+    parent = checkpoint.parent
+    beside = [parent / "tokenizer", *([parent.parent / "tokenizer"] if parent.name == "weights" else [])]
     return [place for place in (checkpoint / ".hf_metadata", *own, *beside) if place.is_dir()]
 
 

@@ -72,10 +72,11 @@ class _VersionAction(argparse.Action):
 
 
 def _run(options: argparse.Namespace) -> None:
+    from ckpt_core.staging import require_free_space  # noqa: PLC0415
+
     from ckpt_convert.byte_sizes import parse_size  # noqa: PLC0415
     from ckpt_convert.execute import execute_plan  # noqa: PLC0415
     from ckpt_convert.plan import plan_conversion  # noqa: PLC0415
-    from ckpt_core.staging import require_free_space  # noqa: PLC0415
 
     plan = plan_conversion(
         options.src,
@@ -87,21 +88,26 @@ def _run(options: argparse.Namespace) -> None:
     )
     if options.dry_run:
         require_free_space(plan.target, plan.disk_needed)
-        _print_result(plan, options)
+        _print_result(plan, plan.warnings, options)
         return
     if options.verbose and not options.json:
         print(plan)
     verify = not options.no_verify
     with _show_progress(plan.nbytes * (1 + verify), quiet=options.quiet) as progress:
         report = execute_plan(plan, verify=verify, threads=options.threads, progress=progress)
-    _print_result(report, options)
+    _print_result(report, plan.warnings, options)
 
 
-def _print_result(result: ConversionPlan | ConversionReport, options: argparse.Namespace) -> None:
+def _print_result(
+    result: ConversionPlan | ConversionReport, warnings: Sequence[str], options: argparse.Namespace
+) -> None:
     if options.json:
         print(json.dumps(result.to_json(), indent=2))
     elif not options.quiet:
         print(result)
+    else:
+        for warning in warnings:
+            print(f"ckpt-convert: warning: {warning}", file=sys.stderr)
 
 
 @contextmanager

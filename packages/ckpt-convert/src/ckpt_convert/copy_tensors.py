@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_convert.byte_copy import copy_bytes, write_bytes
-from ckpt_convert.output_files import PlannedFile, PlannedTensor
-from ckpt_convert.parallel import Meter, run_threads
 from ckpt_core.reader import CheckpointReader
 from ckpt_core.spec import DTYPE_BITS, Chunk, TensorSpec
 from ckpt_core.stream import stream_tensor
+
+from ckpt_convert.byte_copy import copy_bytes, write_bytes
+from ckpt_convert.output_files import PlannedFile, PlannedTensor
+from ckpt_convert.parallel import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,7 @@ def write_files(
     files: tuple[PlannedFile, ...],
     reader: CheckpointReader,
     directory: Path,
-    *,
-    threads: int,
-    block_bytes: int,
-    meter: Meter,
+    workers: Workers,
 ) -> None:
     """Write every file of a plan into `directory`.
 
@@ -49,9 +47,7 @@ def write_files(
         files: What to write.
         reader: The source that the plan was made from.
         directory: Where to write; holds none of the files yet.
-        threads: How many copy at the same time.
-        block_bytes: Buffer of each thread that has to assemble a tensor.
-        meter: Told about every byte.
+        workers: Who copies; told about every byte.
     """
     for file in files:
         with open_file(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
@@ -60,10 +56,10 @@ def write_files(
 
     def copy(job: ByteCopy) -> None:
         with open_file(directory / job.file, os.O_WRONLY) as target:
-            _copy_elements(reader, job, target, block_bytes, meter)
+            _copy_elements(reader, job, target, workers)
 
     jobs = (job for file in files for tensor in file.tensors for job in split_copies(file, tensor))
-    run_threads(jobs, copy, threads=threads, meter=meter)
+    workers.run(jobs, copy)
 
 
 def split_copies(file: PlannedFile, tensor: PlannedTensor) -> Iterator[ByteCopy]:
@@ -101,18 +97,18 @@ def open_file(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _copy_elements(reader: CheckpointReader, job: ByteCopy, target: int, block_bytes: int, meter: Meter) -> None:
+def _copy_elements(reader: CheckpointReader, job: ByteCopy, target: int, workers: Workers) -> None:
     if len(job.spec.chunks) == 1:
         data = reader.locate(job.spec, job.spec.chunks[0])
         if data.is_contiguous:
             with open_file(source_root(reader) / data.file, os.O_RDONLY) as source:
-                copy_bytes(source, data.offset, target, job.offset, job.spec.nbytes, meter.advance)
+                copy_bytes(source, data.offset, target, job.offset, job.spec.nbytes, workers.meter.advance)
             return
     offset = job.offset
-    for block in stream_tensor(reader, job.spec, block_bytes=block_bytes):
+    for block in stream_tensor(reader, job.spec, block_bytes=workers.block_bytes):
         write_bytes(target, offset, block)
         offset += len(block)
-        meter.advance(len(block))
+        workers.meter.advance(len(block))
 
 
 def source_root(reader: CheckpointReader) -> Path:

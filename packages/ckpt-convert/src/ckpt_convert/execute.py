@@ -14,20 +14,21 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from ckpt_core.errors import CheckpointError, ConfigError, SaveError, SpaceError
+from ckpt_core.layout import CheckpointLayout
+from ckpt_core.record import CheckpointRecord, TensorRecord, measure_files, write_record
+from ckpt_core.safetensors_header import INDEX_NAME
+from ckpt_core.staging import Stage, require_free_space, stage_directory
+
 from ckpt_convert.copy_tensors import write_files
-from ckpt_convert.output_files import INDEX_NAME
-from ckpt_convert.parallel import Meter
+from ckpt_convert.parallel import Meter, Workers
 from ckpt_convert.plan import DEFAULT_SHARD_SIZE, ConversionPlan, plan_conversion
 from ckpt_convert.report import ConversionReport
 from ckpt_convert.target_check import check_target
 from ckpt_convert.verify_output import verify_assets, verify_files
-from ckpt_core.errors import CheckpointError, ConfigError, SaveError, SpaceError
-from ckpt_core.layout import CheckpointLayout
-from ckpt_core.record import CheckpointRecord, TensorRecord, measure_files, write_record
-from ckpt_core.staging import Stage, require_free_space, stage_directory
 
 _BUFFERS = 32 * 2**20
-"""Bytes of all buffers together; a thread holds at most two blocks."""
+"""Bytes of all buffers together; each thread holds two."""
 _BLOCK = 4 * 2**20
 """Larger blocks are no faster: with these, comparing and digesting find the bytes in the CPU's cache."""
 
@@ -51,9 +52,7 @@ def convert(  # noqa: PLR0913  each is a flag of the command
     Returns:
         What was written, renamed and left out, with the digest of every verified tensor.
     """
-    plan = plan_conversion(
-        src, dst, to=to, max_shard_size=max_shard_size, assets=assets, overwrite=overwrite
-    )
+    plan = plan_conversion(src, dst, to=to, max_shard_size=max_shard_size, assets=assets, overwrite=overwrite)
     return execute_plan(plan, verify=verify, threads=threads, progress=progress)
 
 
@@ -79,18 +78,15 @@ def execute_plan(
     if threads < 1:
         raise ConfigError(f"threads {threads}: expected at least 1")
     require_free_space(plan.target, plan.disk_needed)
-    block = min(_BLOCK, _BUFFERS // (2 * threads))
-    meter = Meter(progress)
+    workers = Workers(threads, min(_BLOCK, _BUFFERS // (2 * threads)), Meter(progress))
     with _explain_failures(plan), stage_directory(plan.target, replace=plan.replaces) as stage:
-        write_files(plan.files, plan.reader, stage.path, threads=threads, block_bytes=block, meter=meter)
+        write_files(plan.files, plan.reader, stage.path, workers)
         _write_small_files(plan, stage.path)
         digests: Mapping[str, str] = {}
         if verify:
             verify_assets(plan.assets, stage.path)
             with _syncing(stage):
-                digests = verify_files(
-                    plan.files, plan.reader, stage.path, threads=threads, block_bytes=block, meter=meter
-                )
+                digests = verify_files(plan.files, plan.reader, stage.path, workers)
         files = _write_record(plan, stage.path, digests)
         # Whatever came to the target in the meantime must not be lost.
         check_target(plan.target, (plan.source,), overwrite=plan.overwrite)

@@ -19,7 +19,8 @@ from ckpt_core.safetensors_header import MAX_HEADER_BYTES, build_header
 from ckpt_core.spec import DTYPE_BITS, TensorSpec
 
 SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+"""Before the JSON of a header, which is what readers limit."""
 # Several consumers read `metadata["format"]` without asking whether it is there.
 _METADATA = {"format": "pt"}
 
@@ -91,7 +92,7 @@ def _lay_out_file(name: str, tensors: list[tuple[str, TensorSpec]]) -> PlannedFi
     # The sort is stable: tensors of one width stay in the order of their names.
     ordered = sorted(tensors, key=lambda item: -DTYPE_BITS[item[1].dtype])
     header = build_header(((fqn, spec.dtype, spec.shape, spec.nbytes) for fqn, spec in ordered), _METADATA)
-    if len(header) > MAX_HEADER_BYTES:
+    if len(header) - _LENGTH_BYTES > MAX_HEADER_BYTES:
         raise ConfigError(
             f"{name}: a header of {len(header):,} bytes for {len(ordered):,} tensors, safetensors readers accept "
             f"{MAX_HEADER_BYTES:,}; choose a smaller --max-shard-size"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
 class StoppedError(Exception):
-    """Raised inside a worker after `Meter.stop`; never leaves `run_threads`."""
+    """Raised inside a worker after `Meter.stop`; never leaves `Workers.run`."""
 
 
 class Meter:
@@ -38,42 +40,80 @@ class Meter:
         self._stopped = True
 
 
-def run_threads(items: Iterable[Item], work: Callable[[Item], None], *, threads: int, meter: Meter) -> None:
-    """Call `work` on every item, in order, from `threads` threads; the first error stops all.
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many threads work at a time, with what buffers, and where they report."""
 
-    Items are drawn one by one, so they may be made lazily. An interrupt of the calling
-    thread stops the workers before it is raised again.
-    """
-    queue = iter(items)
-    drawing = threading.Lock()
-    errors: list[BaseException] = []
+    threads: int
+    block_bytes: int
+    """Size of a buffer; a thread holds at most two."""
+    meter: Meter
 
-    def draw() -> Item | None:
-        with drawing:
-            return next(queue, None)
+    def run(self, items: Iterable[Item], work: Callable[[Item], None]) -> None:
+        """Call `work` on every item, in order; the first error stops all and is raised.
 
-    def drain() -> None:
+        Items are drawn one by one, so they may be made lazily. An interrupt of the calling
+        thread stops the workers before it is raised again.
+        """
+        _Run(items, work, self.meter).finish(self.threads)
+
+
+class _Run:
+    """One call of `Workers.run`."""
+
+    def __init__(self, items: Iterable[Item], work: Callable[[Item], None], meter: Meter) -> None:
+        self._queue = iter(items)
+        self._drawing = threading.Lock()
+        self._work: Callable[..., None] = work
+        self._meter = meter
+        self._errors: list[BaseException] = []
+
+    def finish(self, threads: int) -> None:
+        ended = [threading.Event() for _ in range(threads)]
+        workers = [threading.Thread(target=self._drain, args=(event,)) for event in ended]
         try:
-            while (item := draw()) is not None:
+            _start(workers)
+            # Not join: in Python 3.11 a join that was interrupted takes the thread for dead.
+            _wait(ended)
+        except BaseException:
+            self._meter.stop()
+            _wait(ended)
+            raise
+        finally:
+            for worker in workers:
+                worker.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _drain(self, ended: threading.Event) -> None:
+        try:
+            while (item := self._draw()) is not None:
                 # An item without bytes reports none, and must not outlive a stop either.
-                meter.advance(0)
-                work(item)
+                self._meter.advance(0)
+                self._work(item)
         except StoppedError:
             pass
-        except BaseException as error:  # noqa: BLE001  handed to the caller below
-            errors.append(error)
-            meter.stop()
+        except BaseException as error:  # noqa: BLE001  raised again by the calling thread
+            self._errors.append(error)
+            self._meter.stop()
+        finally:
+            ended.set()
 
-    workers = [threading.Thread(target=drain, name=f"ckpt-convert-{i}") for i in range(threads)]
-    for worker in workers:
-        worker.start()
+    def _draw(self) -> object | None:
+        with self._drawing:
+            return next(self._queue, None)
+
+
+def _start(workers: list[threading.Thread]) -> None:
+    # An interrupt between two starts would leave a thread that nobody stops; it is held back meanwhile.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for worker in workers:
-            worker.join()
-    except BaseException:
-        meter.stop()
-        for worker in workers:
-            worker.join()
-        raise
-    if errors:
-        raise errors[0]
+            worker.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _wait(events: list[threading.Event]) -> None:
+    for event in events:
+        event.wait()

@@ -8,19 +8,20 @@ that the target cannot hold. Carrying the plan out is for `ckpt_convert.execute`
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_convert.assets import Asset, describe_missing, find_assets
-from ckpt_convert.byte_sizes import format_size
-from ckpt_convert.output_files import INDEX_NAME, PlannedFile, build_index, lay_out_files
-from ckpt_convert.target_check import check_target, check_tensors
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.record import RECORD_NAME
-from ckpt_core.spec import TensorSpec
+from ckpt_core.safetensors_header import INDEX_NAME
+
+from ckpt_convert.assets import Asset, describe_missing, find_assets
+from ckpt_convert.byte_sizes import format_size
+from ckpt_convert.names import NameChanges, change_names
+from ckpt_convert.output_files import PlannedFile, build_index, lay_out_files
+from ckpt_convert.target_check import check_target, check_tensors
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
 """Bytes of tensors in a file: what model hubs recommend."""

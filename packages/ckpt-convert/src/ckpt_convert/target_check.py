@@ -7,12 +7,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, deserialize
-
 from ckpt_core.errors import ConfigError, Problem, TargetError
 from ckpt_core.record import RECORD_NAME, read_record
 from ckpt_core.safetensors_header import build_header
 from ckpt_core.spec import TensorSpec
+from safetensors import SafetensorError, deserialize
 
 _SHOWN = 5
 

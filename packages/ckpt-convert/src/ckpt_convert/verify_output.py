@@ -10,25 +10,23 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckpt_convert.assets import Asset
-from ckpt_convert.byte_copy import read_bytes
-from ckpt_convert.copy_tensors import open_file
-from ckpt_convert.output_files import PlannedFile, PlannedTensor
-from ckpt_convert.parallel import Meter, run_threads
 from ckpt_core.digest import TensorDigest
 from ckpt_core.errors import Problem, VerificationError
 from ckpt_core.reader import CheckpointReader
 from ckpt_core.stream import stream_tensor
+
+from ckpt_convert.assets import Asset
+from ckpt_convert.byte_copy import read_bytes
+from ckpt_convert.copy_tensors import open_file
+from ckpt_convert.output_files import PlannedFile, PlannedTensor
+from ckpt_convert.parallel import Meter, Workers
 
 
 def verify_files(
     files: tuple[PlannedFile, ...],
     reader: CheckpointReader,
     directory: Path,
-    *,
-    threads: int,
-    block_bytes: int,
-    meter: Meter,
+    workers: Workers,
 ) -> dict[str, str]:
     """Compare every file of a plan with the source.
 
@@ -36,9 +34,7 @@ def verify_files(
         files: What was to be written.
         reader: The source that the plan was made from.
         directory: Where it was written.
-        threads: How many compare at the same time.
-        block_bytes: Size of the two blocks that each thread compares.
-        meter: Told about every byte of the output.
+        workers: Who compares, each with two blocks; told about every byte of the output.
 
     Returns:
         Digest of each tensor by the name it has in the output.
@@ -53,14 +49,14 @@ def verify_files(
     def compare(item: tuple[PlannedFile, PlannedTensor]) -> None:
         file, tensor = item
         with open_file(directory / file.name, os.O_RDONLY) as written:
-            blocks = _meter_blocks(stream_tensor(reader, tensor.spec, block_bytes=block_bytes), meter)
+            blocks = _meter_blocks(stream_tensor(reader, tensor.spec, block_bytes=workers.block_bytes), workers.meter)
             result = _digest_equal(tensor, written, blocks)
         if isinstance(result, Problem):
             problems.append(result)
         else:
             digests[tensor.fqn] = result
 
-    run_threads(((f, t) for f in files for t in f.tensors), compare, threads=threads, meter=meter)
+    workers.run(((file, tensor) for file in files for tensor in file.tensors), compare)
     if problems:
         raise VerificationError(
             f"{directory}: what was written differs from {reader.path}; nothing was published. Either the source "
