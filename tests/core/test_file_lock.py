@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from ckpt_core.errors import LockHeldError
+from ckpt_core.file_lock import FileLock
 from ckpt_core.publication import Recovery
 from ckpt_core.staging import open_stage, recover, stage_directory
 
@@ -71,6 +72,28 @@ def test_without_flock_a_leftover_is_recovered_once_its_lock_file_is_deleted(tmp
     (tmp_path / ".model.lock").unlink()
     assert recover(tmp_path / "model") is Recovery.RESTORED
     assert read_set(tmp_path / "model") == OLD
+
+
+def test_a_lock_file_that_its_last_holder_removes_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".model.lock"
+    path.touch()
+    real = fcntl.flock
+    removals = iter([True])
+
+    def flock(descriptor: int, operation: int) -> None:
+        if next(removals, False):
+            path.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = FileLock.acquire(path)
+    assert path.exists()
+    with pytest.raises(LockHeldError):
+        FileLock.acquire(path)
+    lock.release()
+    assert not path.exists()
 
 
 RACER = """

@@ -139,3 +139,8 @@ def test_a_kill_while_recovering_can_be_recovered(tmp_path: Path, with_old_set: 
             recover(after / "model")
             assert read_set(after / "model") == expected
             assert list_names(after) <= {"model", ".model.lock"}
+    for parent in interrupted:
+        # A removal that was cut short must not come back as half a set, whatever becomes of the target.
+        shutil.rmtree(parent / "model", ignore_errors=True)
+        if recover(parent / "model") is Recovery.RESTORED:
+            assert read_set(parent / "model") == OLD
