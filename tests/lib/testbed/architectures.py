@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from testbed import dense, experts, odd
-from testbed.meshes import Meshes, MeshShape
+from testbed.meshes import Meshes
+from testbed.values import MeshShape
 
 
 class Architecture(Protocol):
     """A tiny model that can be built whole, sharded, and trained.
 
-    A global batch has four rows, so that every data parallel size up to four has equal parts.
+    A global batch has a row for each rank, or a multiple, so that all ranks have equal parts.
     """
 
     @property
@@ -38,6 +39,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": dense.LLAMA,
     "qwen2_tied": dense.QWEN2_TIED,
     "odd": odd.ODD,
+    "uneven_twice": odd.UNEVEN,
     "lora_llama": dense.LORA_LLAMA,
     "deepseek_v3": experts.DEEPSEEK_V3,
     "qwen3_moe": experts.QWEN3_MOE,

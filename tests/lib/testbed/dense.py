@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from testbed.meshes import Meshes, MeshShape, build_meshes
+from testbed.meshes import Meshes, build_meshes
+from testbed.values import MeshShape
 
 BATCH = 4
 LENGTH = 8

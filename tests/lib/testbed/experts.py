@@ -19,7 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
 
 from testbed.dense import VOCABULARY, compute_token_loss, draw_tokens, scatter_values
-from testbed.meshes import Meshes, MeshShape, build_meshes
+from testbed.meshes import Meshes, build_meshes
+from testbed.values import MeshShape
 
 _CPU = torch.device("cpu")
 _BACKEND = {

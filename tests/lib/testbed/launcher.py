@@ -43,8 +43,14 @@ class Outcome:
     detail: str = ""
     """The traceback, or the end of what the rank printed."""
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind}: {self.error}\n{self.detail}".rstrip()
+    @property
+    def headline(self) -> str:
+        """One line."""
+        return f"rank {self.rank} {self.kind}: {self.error}"
+
+
+def _order_by_blame(outcome: Outcome) -> int:
+    return ("died", "raised", "hung", "returned").index(outcome.kind)
 
 
 class RankFailure(RuntimeError):  # noqa: N818  it names what it reports
@@ -52,7 +58,10 @@ class RankFailure(RuntimeError):  # noqa: N818  it names what it reports
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
-        super().__init__("\n".join(str(outcome) for outcome in outcomes if outcome.kind != "returned"))
+        lines = [outcome.headline for outcome in outcomes if outcome.kind != "returned"]
+        # The others mostly failed in the same way, or because of this one.
+        first = next(outcome for outcome in sorted(outcomes, key=_order_by_blame) if outcome.kind != "returned")
+        super().__init__("\n".join([*lines, f"rank {first.rank}:", first.detail]).rstrip())
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Shapes of rank meshes, and the device meshes that a sharded model lives on."""
+"""The device meshes that a sharded model lives on."""
 
 from __future__ import annotations
 
@@ -7,23 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-
-@dataclass(frozen=True, slots=True)
-class MeshShape:
-    """How many ranks there are and what each dimension does."""
-
-    dp: int = 1
-    tp: int = 1
-    ep: int = 1
-    """Expert parallel size; it divides the data parallel ranks and adds none."""
-
-    @property
-    def ranks(self) -> int:
-        """The world size."""
-        return self.dp * self.tp
-
-    def __str__(self) -> str:
-        return f"dp{self.dp}tp{self.tp}" + (f"ep{self.ep}" if self.ep > 1 else "")
+from testbed.values import MeshShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from testbed.dense import scatter_values
-from testbed.meshes import Meshes, MeshShape, build_meshes
+from testbed.meshes import Meshes, build_meshes
+from testbed.values import MeshShape
 
 
 class OddNetwork(nn.Module):
@@ -88,4 +89,32 @@ class OddModel:
         return loss
 
 
+class UnevenModel:
+    """Seven rows that tp and dp shard both: on (3, 2) ranks torch 2.13 computes wrong offsets for them."""
+
+    peft_config: Any = None
+
+    def build(self, seed: int) -> nn.Module:
+        """Build one matrix, 7x6."""
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 7, bias=False))
+
+    def shard(self, model: nn.Module, shape: MeshShape) -> Meshes:
+        """Shard the rows over tp, then over dp."""
+        meshes = build_meshes(shape)
+        parallelize_module(model, meshes.tp, {"0": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=meshes.dp)
+        return meshes
+
+    def draw_batch(self, seed: int) -> torch.Tensor:
+        """Return a global batch, float32 (3, 6)."""
+        return torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+
+    def compute_loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the output."""
+        loss: torch.Tensor = model(batch).square().mean()
+        return loss
+
+
 ODD = OddModel()
+UNEVEN = UnevenModel()

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from testbed.architectures import ARCHITECTURES, Architecture
-from testbed.meshes import Meshes, MeshShape, take_slice
+from testbed.meshes import Meshes, take_slice
+from testbed.values import MeshShape
 
 Snapshot = dict[str, torch.Tensor | str]
 """Full tensors, and other values as text, under `model.`, `optimizer.` and `scheduler.` names."""
@@ -28,6 +29,11 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
+
+    @property
+    def is_peft(self) -> bool:
+        """Whether only adapters train and are saved."""
+        return self.architecture.peft_config is not None
 
 
 def start_run(name: str, shape: MeshShape, seed: int) -> Run:
