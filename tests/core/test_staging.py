@@ -19,15 +19,9 @@ from ckpt_core.publication import Recovery
 from ckpt_core.record import CheckpointRecord, write_record
 from ckpt_core.staging import Stage, open_stage, recover, require_free_space, stage_directory
 
-from tests.file_sets import NEW, OLD, list_names, read_set, write_set
+from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, write_set
 
 NAMES = ["model", "with space", "größe-模型", ".hidden", "trailing.partial", "new\nline"]
-
-
-def publish_set(target: Path, files: dict[str, bytes], *, replace: bool = False) -> None:
-    with stage_directory(target, replace=replace) as stage:
-        write_set(stage.path, files)
-        stage.publish()
 
 
 @pytest.fixture(params=["exchange", "renames"])

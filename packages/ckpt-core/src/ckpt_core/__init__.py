@@ -3,8 +3,12 @@
 `open_checkpoint(path)` gives a `CheckpointReader` for any layout: its `tensors` are
 `TensorSpec` values, known without reading a tensor and without importing torch. `check()`
 lists what is wrong, `stream_tensor` gives the bytes of a tensor in bounded memory, and
-`read_tensor` the tensor itself.
+`read_tensor` the tensor itself. `AutomodelCheckpointManager` saves and loads live models; it
+needs the extra `ckpt-core[automodel]`, and is imported when it is asked for.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ckpt_core.adapter import AdapterConfig, read_adapter_config
 from ckpt_core.errors import (
@@ -29,8 +33,12 @@ from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
 from ckpt_core.stream import read_tensor, stream_tensor, tensors_equal
 
+if TYPE_CHECKING:
+    from ckpt_core.manager import AutomodelCheckpointManager
+
 __all__ = [
     "AdapterConfig",
+    "AutomodelCheckpointManager",
     "CanonicalNames",
     "CheckpointError",
     "CheckpointLayout",
@@ -67,10 +75,16 @@ __all__ = [
 ]
 
 
+_LAZY = {"AutomodelCheckpointManager": "ckpt_core.manager"}
+"""Names whose modules import nemo_automodel, which takes 10 seconds and 3 GB of packages."""
+
+
 def __getattr__(name: str) -> object:
-    """Look the version up when it is asked for; that takes longer than importing everything else."""
+    """Import on request what costs more than everything else here together."""
     if name == "__version__":
         from importlib.metadata import version  # noqa: PLC0415  see above
 
         return version("ckpt-core")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

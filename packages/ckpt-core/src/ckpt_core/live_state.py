@@ -7,9 +7,9 @@ byte moves: do the chunks tile every tensor exactly once, and which names will b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -43,11 +43,6 @@ class LiveState:
     def named(self) -> NamedState:
         """What a comparison with a checkpoint needs of it."""
         return NamedState({fqn: tensor.entry for fqn, tensor in self.tensors.items()}, self.objects)
-
-    def without(self, is_left_out: Callable[[str], bool]) -> Self:
-        """The same state without some names."""
-        tensors = {name: tensor for name, tensor in self.tensors.items() if not is_left_out(name)}
-        return replace(self, tensors=tensors, objects=frozenset(n for n in self.objects if not is_left_out(n)))
 
 
 def describe_state(state_dict: Mapping[str, Any]) -> LiveState:
