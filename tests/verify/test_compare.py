@@ -286,12 +286,15 @@ def test_a_pair_that_is_not_equal_is_not_tied(tmp_path: Path, flip_in: str, kind
     assert "is not the same tensor: 1 of 77 elements differ, the first at (1, 1)" in comparison.differences[0].message
 
 
-def test_a_config_that_denies_tying_makes_the_absent_name_a_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["A", "B", "A and B"])
+def test_a_config_that_denies_tying_makes_the_absent_name_a_difference(tmp_path: Path, place: str) -> None:
     a, b = save_dcp(tmp_path / "a", make_tied()), save_consolidated(tmp_path / "b", make_state())
-    (b / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    for label, directory in (("A", a), ("B", b)):
+        if label in place.split():
+            (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     comparison = compare_checkpoints(a, b)
     assert list_kinds(comparison) == [("missing_tensor", HEAD)]
-    assert "config.json of B says that it is not tied" in comparison.differences[0].message
+    assert f"config.json of {place} says that it is not tied" in comparison.differences[0].message
 
 
 def test_equal_bytes_alone_make_no_pair(tmp_path: Path) -> None:

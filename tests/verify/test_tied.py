@@ -49,3 +49,9 @@ def test_a_config_that_cannot_be_read_denies_nothing(tmp_path: Path, raw: bytes)
 
 def test_no_config_denies_nothing(tmp_path: Path) -> None:
     assert denies_tying(tmp_path) is False
+
+
+def test_the_config_of_a_single_file_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    assert denies_tying(tmp_path / "model.safetensors")

@@ -26,7 +26,7 @@ from ckpt_verify.tied import denies_tying, find_twin
 from ckpt_verify.value_diff import StreamLengthError, ValueDiff, find_value_diff, render_element
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Read from each side at a time: long enough for full disk speed, two of them fit any cache of pages."""
+"""Read from each side at a time; long enough that a read costs more than the call."""
 
 
 def compare_checkpoints(a: Path | str, b: Path | str) -> Comparison:
@@ -125,8 +125,9 @@ class _Comparer:
         twin = find_twin(fqn, set(absent.specs))
         if twin is None:
             yield Problem(kind, fqn, message)
-        elif denies_tying(absent.reader.path):
-            yield Problem(kind, fqn, f"{message}; config.json of {absent.label} says that it is not tied to {twin}")
+        elif denying := [side.label for side in (self._a, self._b) if denies_tying(side.reader.path)]:
+            labels = " and ".join(denying)
+            yield Problem(kind, fqn, f"{message}; config.json of {labels} says that it is not tied to {twin}")
         elif reason := self._find_untied(present, spec, absent.specs[twin]):
             yield Problem(kind, fqn, f"{message}, and {twin} of {absent.label} is not the same tensor: {reason}")
         else:

@@ -33,14 +33,15 @@ def find_twin(fqn: str, names: set[str]) -> str | None:
     return next((twin for twin in twins if twin in names), None)
 
 
-def denies_tying(directory: Path) -> bool:
-    """Whether a config.json beside the weights says that the embeddings are not tied.
+def denies_tying(path: Path) -> bool:
+    """Whether a config.json beside the weights at `path` says that the embeddings are not tied.
 
     The top level decides; a model of several parts may say it in `text_config` only.
     """
-    for path in (directory / "config.json", directory / ".hf_metadata" / "config.json"):
+    directory = path if path.is_dir() else path.parent
+    for place in (directory, directory / ".hf_metadata"):
         try:
-            config = json.loads(path.read_bytes())
+            config = json.loads((place / "config.json").read_bytes())
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(config, dict):
