@@ -36,7 +36,7 @@ def run_in_training(session: nox.Session, *command: str) -> None:
 
 @nox.session(venv_backend="none", requires=["training"])
 def demo(session: nox.Session) -> None:
-    """Train, save, convert, compare and open a tiny model: the main job in two minutes."""
+    """Train, save, convert, compare and open a tiny model: the main job."""
     run_in_training(session, "-m", "ckpt_verify.demo", *session.posargs)
 
 

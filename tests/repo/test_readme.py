@@ -1,4 +1,7 @@
-"""The README's examples, run in order in one empty directory, as a reader would."""
+"""The README's examples, run in order in one empty directory, as a reader would.
+
+A `text` block is what the example before it prints.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,53 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-NAME = re.compile(r"`(?P<module>ckpt_\w+)\.(?P<name>\w+)")
+BLOCK = re.compile(r"^```(python|sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"`(ckpt_\w+(?:\.\w+)*)\.(\w+)")
+NEWCOMER, *BLOCKS = BLOCK.findall(README)
+PROGRAMS = {"python": [sys.executable, "-c"], "sh": ["bash", "-ec"]}
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    language: str
-    text: str
-
-
-EXAMPLES = [Example(*groups) for groups in BLOCK.findall(README)]
-NEWCOMER, *USE = EXAMPLES
-
-
-def run_example(example: Example, directory: Path) -> str:
-    program = (
-        [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c"]
-        if example.language == "python"
-        else ["bash", "-ec"]
-    )
-    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(  # noqa: S603  our own README
-        [*program, example.text],
-        cwd=directory,
-        env={**os.environ, "PATH": scripts},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{example.text}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def run_examples(directory: Path) -> Iterator[tuple[str, str]]:
+    """Run every example in order; yield what it prints and what the README says that it prints."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for (language, text), (following, output) in pairwise([*BLOCKS, ("end", "")]):
+        if language not in PROGRAMS:
+            continue
+        done = subprocess.run(  # noqa: S603  our own README
+            [*PROGRAMS[language], text],
+            cwd=directory,
+            env=os.environ | {"PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+        yield done.stdout, output if following == "text" else done.stdout
 
 
 def test_every_example_runs_where_the_ones_before_it_ran(tmp_path: Path) -> None:
-    outputs = [run_example(example, tmp_path) for example in USE]
-    assert {example.language for example in USE} == {"python", "sh"}
-    assert all(outputs)
+    outputs = list(run_examples(tmp_path))
+    assert len(outputs) > 5
+    assert [printed for printed, _ in outputs] == [said for _, said in outputs]
 
 
 def test_the_newcomer_needs_two_commands() -> None:
-    commands = [line for line in NEWCOMER.text.splitlines() if line]
-    assert [command.rpartition(" && ")[2].strip() for command in commands] == [
+    commands = NEWCOMER[1].splitlines()
+    assert [command.rpartition(" && ")[2] for command in commands] == [
         ".venv/bin/nox -s demo",
         ".venv/bin/nox -s tests",
     ]
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(set(NAME.findall(README))))
+def test_names_in_the_text_exist(module: str, name: str) -> None:
+    assert hasattr(import_module(module), name)
