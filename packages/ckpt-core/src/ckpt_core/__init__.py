@@ -21,6 +21,7 @@ from ckpt_core.errors import (
     SpaceError,
     TargetError,
     UnsafePickleError,
+    VerificationError,
 )
 from ckpt_core.inspect import Inspection, inspect_checkpoint
 from ckpt_core.key_mapping import CanonicalNames, find_canonical_names, strip_wrapper_prefixes
@@ -54,6 +55,7 @@ __all__ = [
     "TensorData",
     "TensorSpec",
     "UnsafePickleError",
+    "VerificationError",
     "detect_checkpoint_format",
     "detect_layout",
     "find_canonical_names",
