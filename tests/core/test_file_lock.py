@@ -3,27 +3,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ckpt_core.errors import LockHeldError
+from ckpt_core.file_lock import FileLock
 from ckpt_core.publication import Recovery
-from ckpt_core.staging import open_stage, recover, stage_directory
+from ckpt_core.staging import open_stage, recover
 
-from tests.file_sets import NEW, OLD, list_names, read_set, write_set
-
-
-def publish_set(target: Path, files: dict[str, bytes], *, replace: bool = False) -> None:
-    with stage_directory(target, replace=replace) as stage:
-        write_set(stage.path, files)
-        stage.publish()
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603  our own interpreter and script
+from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, start_python, write_set
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
@@ -73,6 +61,28 @@ def test_without_flock_a_leftover_is_recovered_once_its_lock_file_is_deleted(tmp
     assert read_set(tmp_path / "model") == OLD
 
 
+def test_a_lock_file_that_its_last_holder_removes_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".model.lock"
+    path.touch()
+    real = fcntl.flock
+    removals = iter([True])
+
+    def flock(descriptor: int, operation: int) -> None:
+        if next(removals, False):
+            path.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = FileLock.acquire(path)
+    assert path.exists()
+    with pytest.raises(LockHeldError):
+        FileLock.acquire(path)
+    lock.release()
+    assert not path.exists()
+
+
 RACER = """
 import os, sys
 from pathlib import Path
@@ -98,7 +108,7 @@ while won < rounds:
 
 def test_racing_writers_are_inside_one_at_a_time(tmp_path: Path) -> None:
     """Each marks that it is inside with a file that must not be there yet."""
-    racers = [start(RACER, tmp_path, name, 25) for name in ("one", "two", "three")]
+    racers = [start_python(RACER, tmp_path, name, 25) for name in ("one", "two", "three")]
     for racer in racers:
         _, errors = racer.communicate(timeout=120)
         assert (racer.returncode, errors) == (0, "")
@@ -119,7 +129,7 @@ time.sleep(600)
 
 
 def test_the_stage_of_a_killed_writer_is_a_leftover(tmp_path: Path) -> None:
-    holder = start(HOLDER, tmp_path / "model")
+    holder = start_python(HOLDER, tmp_path / "model")
     assert holder.stdout is not None
     assert holder.stdout.readline() == "staged\n"
     with pytest.raises(LockHeldError, match=f"process {holder.pid} on"):

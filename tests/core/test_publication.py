@@ -3,50 +3,43 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ckpt_core.publication import Recovery
-from ckpt_core.staging import recover, stage_directory
+from ckpt_core.staging import recover
 
-from tests.file_sets import NEW, OLD, list_names, read_set, write_set
+from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, start_python, write_set
 
-
-def publish_set(target: Path, files: dict[str, bytes], *, replace: bool = False) -> None:
-    with stage_directory(target, replace=replace) as stage:
-        write_set(stage.path, files)
-        stage.publish()
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603  our own interpreter and script
-
-
-# Runs one action and kills itself before the n-th operation that the interpreter reports. Every change to the
-# file system lies between two reported ones, so every state between two changes is reached.
-VICTIM = """
+# For each line of its input it forks a process that runs one action and kills itself before the n-th operation that
+# the interpreter reports. Every change to the file system lies between two reported ones, so every state between two
+# changes is reached.
+VICTIM = f"""
 import os, signal, sys
 from pathlib import Path
 from ckpt_core import publication, staging
 
-action, target, nth, exchange = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "exchange"
-if not exchange:
+NEW = {NEW!r}
+
+if sys.argv[1] == "renames":
     publication._exchange = lambda one, other: False
-left = nth
 
 
-def count(event, _arguments):
-    global left
-    if event.partition(".")[0] in {"open", "os", "shutil", "ctypes"}:
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+def arm(nth):
+    left = nth
+
+    def count(event, _arguments):
+        nonlocal left
+        if event.partition(".")[0] in {{"open", "os", "shutil", "ctypes"}}:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
 
 
-def publish():
+def publish(target):
     with staging.stage_directory(target, replace=True) as stage:
         for name, content in NEW.items():
             path = stage.path / name
@@ -55,31 +48,41 @@ def publish():
         stage.publish()
 
 
-sys.addaudithook(count)
-publish() if action == "publish" else staging.recover(target)
+for line in sys.stdin:
+    action, nth, target = line.rstrip("\\n").split(" ", 2)
+    pid = os.fork()
+    if pid == 0:
+        arm(int(nth))
+        publish(Path(target)) if action == "publish" else staging.recover(Path(target))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def run_victim(action: str, target: Path, nth: int, mode: str) -> bool:
-    """Return whether the process came to its end before the n-th operation."""
-    victim = start(f"NEW = {NEW!r}\n{VICTIM}", action, target, nth, mode)
-    _, errors = victim.communicate(timeout=60)
-    assert victim.returncode in {0, -signal.SIGKILL}, errors
-    return victim.returncode == 0
+def run_victim(process: subprocess.Popen[str], action: str, nth: int, target: Path) -> bool:
+    """Return whether the action came to its end before the n-th operation."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{action} {nth} {target}\n")
+    process.stdin.flush()
+    status = int(process.stdout.readline())
+    assert status in {0, -signal.SIGKILL}
+    return status == 0
 
 
 def kill_at_every_step(tmp_path: Path, action: str, mode: str, start_from: Path | None) -> Iterator[Path]:
     """Yield the parent directory as each kill left it, the last one after an undisturbed run."""
-    for nth in range(1, 500):
-        parent = tmp_path / f"{action}-{nth}"
-        if start_from is None:
-            parent.mkdir()
-        else:
-            shutil.copytree(start_from, parent)
-        finished = run_victim(action, parent / "model", nth, mode)
-        yield parent
-        if finished:
-            return
+    with start_python(VICTIM, mode) as process:
+        for nth in range(1, 500):
+            parent = tmp_path / f"{action}-{nth}"
+            if start_from is None:
+                parent.mkdir()
+            else:
+                shutil.copytree(start_from, parent)
+            finished = run_victim(process, action, nth, parent / "model")
+            yield parent
+            if finished:
+                return
     pytest.fail("the action did not end within 500 operations")
 
 
@@ -139,3 +142,8 @@ def test_a_kill_while_recovering_can_be_recovered(tmp_path: Path, with_old_set: 
             recover(after / "model")
             assert read_set(after / "model") == expected
             assert list_names(after) <= {"model", ".model.lock"}
+    for parent in interrupted:
+        # A removal that was cut short must not come back as half a set, whatever becomes of the target.
+        shutil.rmtree(parent / "model", ignore_errors=True)
+        if recover(parent / "model") is Recovery.RESTORED:
+            assert read_set(parent / "model") == OLD

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -19,15 +19,9 @@ from ckpt_core.publication import Recovery
 from ckpt_core.record import CheckpointRecord, write_record
 from ckpt_core.staging import Stage, open_stage, recover, require_free_space, stage_directory
 
-from tests.file_sets import NEW, OLD, list_names, read_set, write_set
+from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, write_set
 
 NAMES = ["model", "with space", "größe-模型", ".hidden", "trailing.partial", "new\nline"]
-
-
-def publish_set(target: Path, files: dict[str, bytes], *, replace: bool = False) -> None:
-    with stage_directory(target, replace=replace) as stage:
-        write_set(stage.path, files)
-        stage.publish()
 
 
 @pytest.fixture(params=["exchange", "renames"])
@@ -273,13 +267,13 @@ def test_a_block_that_does_not_publish_leaves_nothing(tmp_path: Path) -> None:
 # --- failing renames -------------------------------------------------------------------------
 
 
-def fail_at_rename(nth: int, number: int) -> Callable[[Path, Path], Path]:
-    """Rename as usual until the n-th call, which fails with errno `number`."""
+def fail_at_rename(nth: int, number: int, *, times: int = 1) -> Callable[[Path, Path], Path]:
+    """Rename as usual until the n-th call; that one and `times` in all fail with errno `number`."""
     calls = count(1)
     real = Path.rename
 
     def rename(source: Path, destination: Path) -> Path:
-        if next(calls) == nth:
+        if nth <= next(calls) < nth + times:
             raise OSError(number, os.strerror(number), str(source))
         return real(source, destination)
 
@@ -313,6 +307,54 @@ def test_a_failing_rename_never_loses_the_old_set(
         stage.publish()
     assert recover(tmp_path / "model") in {Recovery.NOTHING, Recovery.REMOVED, Recovery.LEFT}
     assert read_set(tmp_path / "model") == NEW
+
+
+@pytest.mark.usefixtures("_exchange_mode")
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_file_system_that_stops_renaming_never_loses_the_old_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """Not even going back works; the next command finds what is left."""
+    write_set(tmp_path / "model", OLD)
+    stage = open_stage(tmp_path / "model", replace=True)
+    write_set(stage.path, NEW)
+    with monkeypatch.context() as patch, suppress(TargetError):
+        patch.setattr(Path, "rename", fail_at_rename(nth, errno.EACCES, times=100))
+        stage.publish()
+    is_published = stage.is_published
+    if stage.is_open:
+        stage.discard()
+    recover(tmp_path / "model")
+    assert read_set(tmp_path / "model") == (NEW if is_published else OLD)
+
+
+@pytest.mark.usefixtures("_exchange_mode")
+def test_every_file_and_directory_is_flushed_before_the_first_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_set(tmp_path / "model", OLD)
+    stage = open_stage(tmp_path / "model", replace=True)
+    write_set(stage.path, NEW)
+    staged = [stage.path, *stage.path.rglob("*")]
+    expected = {path.stat().st_ino for path in staged}
+    events: list[int | str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        events.append(os.fstat(descriptor).st_ino)
+        real_fsync(descriptor)
+
+    def rename(source: Path, destination: Path) -> Path:
+        events.append("rename")
+        return real_rename(source, destination)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(Path, "rename", rename)
+        stage.publish()
+    assert set(events[: events.index("rename")]) == expected
+    # The renames themselves become durable with the directory that they happened in.
+    assert tmp_path.stat().st_ino in events[events.index("rename") :]
 
 
 def test_an_old_set_of_somebody_else_is_neither_removed_nor_overwritten(
@@ -397,6 +439,14 @@ def assert_published(stage: Stage) -> None:
     assert stage.is_published
     assert not stage.is_open
     assert read_set(stage.target) == NEW
+
+
+def test_a_writer_that_may_not_replace_finds_the_restored_set_in_its_way(tmp_path: Path) -> None:
+    write_set(tmp_path / ".model.old", OLD)
+    with pytest.raises(TargetError, match="already exists"):
+        open_stage(tmp_path / "model")
+    assert read_set(tmp_path / "model") == OLD
+    assert list_names(tmp_path) == {"model"}
 
 
 def test_recovering_where_nothing_happened_does_nothing(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from typing import TypeGuard
 
 from ckpt_core.checkpoint_files import find_name_fault
 from ckpt_core.dtypes import DTYPE_OF_TORCH
-from ckpt_core.errors import CorruptCheckpointError, Problem, UnsafePickleError
-from ckpt_core.inert_pickle import Construct, Global, Record, allow_records, load_pickle
+from ckpt_core.errors import CorruptCheckpointError, Problem
+from ckpt_core.inert_pickle import Construct, ForbiddenCallError, Global, Record, allow_records, load_pickle
 from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorSpec
 
 Nesting = tuple[str | int, ...]
@@ -98,7 +98,7 @@ def _get_enum_member(args: tuple[object, ...]) -> object:
     match args:
         case (Global(name=owner), str(member)) if owner.upper().endswith("MEM_FORMAT_ENCODING"):
             return Record(owner, (member,))
-    raise UnsafePickleError("expected getattr on nothing but an enumeration, found another; nothing was executed")
+    raise ForbiddenCallError("getattr on something else than an enumeration")
 
 
 def _refuse_call(_args: tuple[object, ...]) -> object:

@@ -55,6 +55,10 @@ class Global:
     construct: Construct
 
 
+class ForbiddenCallError(ValueError):
+    """Raised by a `Construct` for arguments that only an attacker would give."""
+
+
 def allow_records(*names: str) -> dict[str, Construct]:
     """Allow `names` (dotted: module and attribute); calling one gives a `Record`."""
 
@@ -86,6 +90,8 @@ def load_pickle(
     machine = _Machine(data, allowed, source, resolve_id)
     try:
         return machine.run()
+    except ForbiddenCallError as err:
+        raise machine.refuse_unsafe(str(err)) from err
     except (IndexError, TypeError, ValueError, OverflowError, struct.error) as err:
         msg = f"{source}: expected a complete pickle, found damage near byte {machine.pos} of {len(data)}: {err}"
         raise CorruptCheckpointError(msg) from err
@@ -142,18 +148,21 @@ class _Machine:
                 stack[-1] = (stack[-1], last)
             else:
                 self.pos = pos
-                _HANDLERS.get(opcode, _Machine.refuse)(self)
+                _HANDLERS.get(opcode, _Machine.refuse_opcode)(self)
                 pos = self.pos
         return stack[-1]
 
-    def refuse(self) -> None:
+    def refuse_unsafe(self, found: str) -> UnsafePickleError:
+        return UnsafePickleError(
+            f"{self.source}: expected only the data that describe a checkpoint, found {found};"
+            " nothing was executed. Do not trust where this file comes from"
+        )
+
+    def refuse_opcode(self) -> None:
         opcode = self.data[self.pos - 1]
         if opcode in _FORBIDDEN:
-            msg = (
-                f"{self.source}: expected plain data, found pickle opcode {_FORBIDDEN[opcode]} at byte"
-                f" {self.pos - 1}; nothing was executed. Do not trust where this file comes from"
-            )
-            raise UnsafePickleError(msg)
+            found = f"the pickle opcode {_FORBIDDEN[opcode]} at byte {self.pos - 1}"
+            raise self.refuse_unsafe(found)
         msg = f"{opcode:#04x} is no opcode that a checkpoint needs"
         raise ValueError(msg)
 
@@ -310,11 +319,8 @@ class _Machine:
     def _find_global(self, name: str) -> Global:
         construct = self.allowed.get(name)
         if construct is None:
-            msg = (
-                f"{self.source}: expected only the classes that describe a checkpoint, found the name {name!r};"
-                " nothing was executed. Do not trust where this file comes from"
-            )
-            raise UnsafePickleError(msg)
+            found = f"the name {name!r}"
+            raise self.refuse_unsafe(found)
         return Global(name, construct)
 
     def call(self) -> None:

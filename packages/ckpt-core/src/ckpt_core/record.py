@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from ckpt_core.checkpoint_files import find_name_fault
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem, translate_os_errors
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.publication import raise_walk_error
@@ -83,14 +84,9 @@ def explain_unsafe_name(name: str) -> str | None:
     The rule is lexical: `/` may separate plain components, nothing may lead out. What the
     file system makes of it (a link inside the directory) is the owner's decision.
     """
-    if "\0" in name:
-        return "contains a NUL byte"
-    if "\\" in name:
-        return "contains a backslash"
-    if name.startswith("/"):
-        return "is absolute"
-    if any(part in {"", ".", ".."} for part in name.split("/")):
-        return "has an empty, '.' or '..' component"
+    faults = (fault for part in name.split("/") if (fault := find_name_fault(part)))
+    if fault := next(faults, None):
+        return f"has a component that is {fault}"
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
