@@ -78,7 +78,7 @@ def measure_difference(root: Path, folder: str) -> float:
     """Open a model folder; return how far its logits are from those of the trained model."""
     opened = AutoModelForCausalLM.from_pretrained(root / folder)
     logits = compute_logits(opened, read_tokens(root / folder))
-    return (logits - torch.load(root / "logits.pt")).abs().max().item()
+    return float((logits - torch.load(root / "logits.pt")).abs().max())
 
 
 def run_tool(root: Path, *command: str) -> subprocess.CompletedProcess[bytes]:
