@@ -7,7 +7,6 @@ accelerator here; everything after the copy is what runs on one.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def _save_then_change(_context: RankContext, root: str) -> dict[str, list[bool]]
     save(5.0, is_async=True)
     manager.close()
     seen["asynchronous again"] = [holds(5.0)]
-    seen["nothing is left beside it"] = [sorted(os.listdir(target.parent)) == ["model"]]
+    seen["nothing is left beside it"] = [[path.name for path in target.parent.iterdir()] == ["model"]]
     manager.checkpointer.close()
     return seen
 

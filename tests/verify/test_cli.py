@@ -126,7 +126,7 @@ def test_names_cannot_drive_the_terminal(tmp_path: Path, a: str, capsys: pytest.
 
 def test_errors_cannot_drive_the_terminal() -> None:
     error = CorruptCheckpointError("a\x1b[2Jb", problems=[Problem("hole", "w\r", "x")])
-    assert render_error(error) == "a\\x1b[2Jb\n  - w\\r: x"
+    assert render_error(error) == "a\\x1b[2Jb\n  hole (1):\n    - w\\r: x"
 
 
 def run_module(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
