@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from ckpt_convert.byte_sizes import format_size, parse_size
+from ckpt_convert.byte_sizes import parse_size
+from ckpt_core.inspect import format_bytes
 
 CONVERT = [sys.executable, "-m", "ckpt_convert", "--quiet"]
 COPY = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']
@@ -66,7 +67,7 @@ def measure(command: list[str], source: Path, target: Path) -> tuple[float, int]
     # What an earlier run left to write is not this one's.
     os.sync()
     start = time.perf_counter()
-    process = subprocess.Popen([*command, str(source), str(target)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, str(source), str(target)], stderr=subprocess.DEVNULL)  # noqa: S603  our own
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start
     if status:
@@ -84,7 +85,7 @@ def measure_job(job: Job, source: Path, target: Path, pairs: int) -> Row:
         seconds, memory = measure(job.command, source, target)
         times.append((seconds, copied))
         peak = max(peak, memory)
-        print(f"{job.name}: {seconds:.2f} s, copy {copied:.2f} s, {format_size(memory)}", file=sys.stderr)
+        print(f"{job.name}: {seconds:.2f} s, copy {copied:.2f} s, {format_bytes(memory)}", file=sys.stderr)
     return Row(
         job.name,
         sum(path.stat().st_size for path in source.iterdir()),
@@ -115,7 +116,9 @@ def render_table(rows: list[Row], machine: str) -> str:
     for row in rows:
         goal = "-" if row.goal is None else f"<= {row.goal}"
         times = f"{row.seconds:.2f} s | {row.copy_seconds:.2f} s | {row.ratio:.2f}"
-        lines.append(f"| {row.job} | {format_size(row.source_bytes)} | {times} | {goal} | {format_size(row.peak_bytes)} |")
+        lines.append(
+            f"| {row.job} | {format_bytes(row.source_bytes)} | {times} | {goal} | {format_bytes(row.peak_bytes)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -124,7 +127,8 @@ def measure_all(size: int, pairs: int, folder: Path) -> list[Row]:
     rows = []
     for cut in dict.fromkeys(job.cut for job in JOBS):
         source = folder / cut
-        subprocess.run([sys.executable, "-m", "benchmarks.llama_dcp", str(source), str(size), cut], check=True)
+        maker = [sys.executable, "-m", "benchmarks.llama_dcp", str(source), str(size), cut]
+        subprocess.run(maker, check=True)  # noqa: S603  our own
         rows += [measure_job(job, source, folder / "out", pairs) for job in JOBS if job.cut == cut]
         shutil.rmtree(source)
     return rows

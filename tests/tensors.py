@@ -38,7 +38,7 @@ def make_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> to
     numel = torch.Size(shape).numel()
     if dtype == torch.bool:
         # Thue-Morse: not periodic, so a shifted chunk shows.
-        return torch.tensor([bin(i + seed).count("1") % 2 for i in range(numel)], dtype=torch.bool).reshape(shape)
+        return torch.tensor([(i + seed).bit_count() % 2 for i in range(numel)], dtype=torch.bool).reshape(shape)
     count = torch.arange(numel * dtype.itemsize, dtype=torch.int64) + 7919 * seed
     # The high byte of the count comes in too, so that bytes 256 apart differ.
     return (count * 2654435761 >> 7).to(torch.uint8).view(dtype).reshape(shape)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from ckpt_convert import byte_copy
-from ckpt_convert.byte_copy import copy_bytes, read_bytes, write_bytes
+from ckpt_convert.byte_copy import Position, copy_bytes, read_bytes, write_bytes
 from ckpt_convert.copy_tensors import open_file
-from ckpt_core.errors import CorruptCheckpointError
 
 CONTENT = bytes(range(256)) * 400
 REFUSALS = [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM]
@@ -19,7 +18,8 @@ def copy_part(folder: Path, *, source_offset: int, target_offset: int, length: i
     (folder / "target").write_bytes(bytes(target_offset))
     steps: list[int] = []
     with open_file(folder / "source", os.O_RDONLY) as source, open_file(folder / "target", os.O_WRONLY) as target:
-        copy_bytes(source, source_offset, target, target_offset, length, steps.append)
+        copied = copy_bytes(Position(source, source_offset), Position(target, target_offset), length, steps.append)
+    assert copied == sum(steps)
     return (folder / "target").read_bytes()[target_offset:], steps
 
 
@@ -29,7 +29,7 @@ def test_bytes_arrive_where_the_kernel_copies_ranges_and_where_it_does_not(
 ) -> None:
     if code is not None:
 
-        def refuse(*_: object) -> int:
+        def refuse(*_: object, **__: object) -> int:
             raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(os, "copy_file_range", refuse)
@@ -37,7 +37,6 @@ def test_bytes_arrive_where_the_kernel_copies_ranges_and_where_it_does_not(
     monkeypatch.setattr(byte_copy, "_BLOCK", 7_000)
     copied, steps = copy_part(tmp_path, source_offset=11, target_offset=5, length=100_000)
     assert copied == CONTENT[11:100_011]
-    assert sum(steps) == 100_000
     assert max(steps) <= 30_000
 
 
@@ -49,7 +48,7 @@ def test_systems_without_copy_file_range_copy_through_a_buffer(tmp_path: Path, m
 def test_an_error_of_the_storage_is_not_taken_for_a_missing_feature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> int:
+    def fail(*_: object, **__: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "copy_file_range", fail)
@@ -58,13 +57,12 @@ def test_an_error_of_the_storage_is_not_taken_for_a_missing_feature(
 
 
 @pytest.mark.parametrize("through_buffer", [False, True])
-def test_a_source_that_ends_early_is_an_error(
+def test_a_source_that_ends_early_gives_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, through_buffer: bool
 ) -> None:
     if through_buffer:
         monkeypatch.delattr(os, "copy_file_range")
-    with pytest.raises(CorruptCheckpointError, match="expected 1 more bytes at 102400, found the end"):
-        copy_part(tmp_path, source_offset=0, target_offset=0, length=len(CONTENT) + 1)
+    assert copy_part(tmp_path, source_offset=400, target_offset=0, length=len(CONTENT))[0] == CONTENT[400:]
 
 
 def test_reads_and_writes_go_on_after_a_short_system_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

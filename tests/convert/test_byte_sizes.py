@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from ckpt_convert.byte_sizes import format_size, parse_size
+from ckpt_convert.byte_sizes import parse_size
 from ckpt_core.errors import ConfigError
 
 
@@ -18,11 +18,3 @@ def test_what_is_no_positive_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a positive number") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 KB"), (2_310_000_000, "2.31 GB"), (12 * 10**12, "12.00 TB")],
-)
-def test_sizes_are_written_for_people(size: int, text: str) -> None:
-    assert format_size(size) == text

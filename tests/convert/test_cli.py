@@ -25,7 +25,7 @@ def source(tmp_path: Path) -> Path:
 
 def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckpt_convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  our own command
 
 
 def test_a_conversion_says_where_and_what_and_that_it_is_proven(
@@ -33,7 +33,7 @@ def test_a_conversion_says_where_and_what_and_that_it_is_proven(
 ) -> None:
     assert main([str(source), str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
-    assert f"{tmp_path / 'out'}: 2 tensors, 60 bytes, every tensor read back and equal to the source" in output.out
+    assert f"{tmp_path / 'out'}: 2 tensors, 60 B, every tensor read back and equal to the source" in output.out
     assert "step" in output.out
     assert "warning: no config.json found" in output.out
     assert not output.err
@@ -89,7 +89,11 @@ def test_verbose_prints_the_plan_first(source: Path, tmp_path: Path, capsys: pyt
     ],
 )
 def test_a_mistake_gets_one_message_and_exit_code_2(
-    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.chdir(source.parent)
     Path("full").mkdir()
@@ -99,7 +103,7 @@ def test_a_mistake_gets_one_message_and_exit_code_2(
     assert not output.out
     assert output.err.startswith("ckpt-convert: ")
     assert message in output.err
-    assert sorted(os.listdir()) == ["dcp", "full"]
+    assert sorted(path.name for path in Path().iterdir()) == ["dcp", "full"]
 
 
 def test_a_missing_shard_is_refused_before_any_output(
@@ -116,8 +120,8 @@ def test_a_difference_is_exit_code_1(
 ) -> None:
     copy_file_range = os.copy_file_range
 
-    def flip(src: int, dst: int, count: int, offset_src: int, offset_dst: int) -> int:
-        copied = copy_file_range(src, dst, count, offset_src, offset_dst)
+    def flip(src: int, dst: int, count: int, *, offset_src: int, offset_dst: int) -> int:
+        copied = copy_file_range(src, dst, count, offset_src=offset_src, offset_dst=offset_dst)
         os.pwrite(dst, bytes([os.pread(src, 1, offset_src)[0] ^ 128]), offset_dst)
         return copied
 
@@ -130,7 +134,7 @@ def test_a_difference_is_exit_code_1(
 def test_an_interrupt_is_exit_code_130_and_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> int:
+    def interrupt(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "copy_file_range", interrupt)
@@ -164,7 +168,7 @@ def test_a_terminal_sees_progress_and_a_pipe_does_not(source: Path, tmp_path: Pa
     master, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
     command = [sys.executable, "-m", "ckpt_convert", str(source), str(tmp_path / "out")]
-    subprocess.run(command, stderr=terminal, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, stderr=terminal, stdout=subprocess.DEVNULL, check=True)  # noqa: S603  our own command
     assert b"B/s" in os.read(master, 10_000)
     os.close(terminal)
     os.close(master)

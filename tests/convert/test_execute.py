@@ -6,17 +6,21 @@ import io
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from ckpt_convert import convert, copy_tensors
+from ckpt_convert.output_files import PlannedFile
+from ckpt_convert.parallel import Workers
 from ckpt_core.digest import digest_tensor
 from ckpt_core.errors import CorruptCheckpointError, SaveError, SpaceError, TargetError, VerificationError
+from ckpt_core.reader import CheckpointReader
 from ckpt_core.record import RECORD_NAME, read_record
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.sharded import Cut, cut_columns, cut_rows, save_dcp, save_sharded_safetensors
 from tests.tensors import DTYPES, describe, make_tensor, read_bytes, read_safetensors
@@ -130,7 +134,7 @@ def test_dcp_load_reads_the_same_values(tmp_path: Path) -> None:
     source = save_dcp(tmp_path / "dcp", state, ranks=4)
     loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
     with pytest.warns(UserWarning, match=r"torch\.distributed is .* uninitialized"):
-        dcp.load(loaded, checkpoint_id=source, no_dist=True)
+        load(loaded, checkpoint_id=source, no_dist=True)
     convert(source, tmp_path / "out")
     assert describe(read_safetensors(tmp_path / "out")) == describe(loaded)
 
@@ -259,20 +263,37 @@ def assert_nothing_written(folder: Path, *expected: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
 
 
+def interfere(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: Callable[[Path], object] = bool,
+    after: Callable[[Path], object] = bool,
+) -> None:
+    """Do something to the source or the stage right before or after the tensors are written."""
+    write_files = copy_tensors.write_files
+
+    def write(files: tuple[PlannedFile, ...], reader: CheckpointReader, directory: Path, workers: Workers) -> None:
+        before(directory)
+        write_files(files, reader, directory, workers)
+        after(directory)
+
+    monkeypatch.setattr("ckpt_convert.execute.write_files", write)
+
+
 def test_a_flipped_byte_on_the_way_is_found_named_and_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save_dcp(tmp_path / "dcp", {"a": make_tensor(torch.float32, (6, 5)), "b": make_tensor(torch.int8, (4,))})
     copy_file_range = os.copy_file_range
 
-    def flip(src: int, dst: int, count: int, offset_src: int, offset_dst: int) -> int:
-        copied = copy_file_range(src, dst, count, offset_src, offset_dst)
+    def flip(src: int, dst: int, count: int, *, offset_src: int, offset_dst: int) -> int:
+        copied = copy_file_range(src, dst, count, offset_src=offset_src, offset_dst=offset_dst)
         if copied == 60:
             os.pwrite(dst, bytes([os.pread(src, 1, offset_src + 7)[0] ^ 1]), offset_dst + 7)
         return copied
 
     monkeypatch.setattr(os, "copy_file_range", flip)
-    with pytest.raises(VerificationError, match="differs from .*; nothing was published") as caught:
+    with pytest.raises(VerificationError, match=r"differs from .*; nothing was published") as caught:
         convert(source, tmp_path / "out")
     assert [(p.where, p.message) for p in caught.value.problems] == [("a", "byte 7 of 120 differs from the source")]
     assert_nothing_written(tmp_path, "dcp")
@@ -280,14 +301,12 @@ def test_a_flipped_byte_on_the_way_is_found_named_and_not_published(
 
 def test_a_truncated_output_is_found_and_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_dcp(tmp_path / "dcp", {"w": make_tensor(torch.float32, (6, 5))})
-    write_files = copy_tensors.write_files
 
-    def lose_the_end(*arguments: Any) -> None:
-        write_files(*arguments)
-        path = arguments[2] / "model.safetensors"
+    def lose_the_end(directory: Path) -> None:
+        path = directory / "model.safetensors"
         os.truncate(path, path.stat().st_size - 3)
 
-    monkeypatch.setattr("ckpt_convert.execute.write_files", lose_the_end)
+    interfere(monkeypatch, after=lose_the_end)
     with pytest.raises(VerificationError) as caught:
         convert(source, tmp_path / "out")
     assert [(p.kind, p.where) for p in caught.value.problems] == [("short_file", "model.safetensors"), ("value", "w")]
@@ -297,14 +316,14 @@ def test_a_truncated_output_is_found_and_not_published(tmp_path: Path, monkeypat
 def test_a_failing_write_is_explained_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_dcp(tmp_path / "dcp", {"w": torch.ones(3)})
 
-    def fail(*_: object) -> int:
+    def fail(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "copy_file_range", fail)
-    with pytest.raises(SpaceError, match="out: conversion of .* failed .No space left on device"):
+    with pytest.raises(SpaceError, match=r"out: conversion of .* failed .No space left on device"):
         convert(source, tmp_path / "out")
-    monkeypatch.setattr(os, "copy_file_range", lambda *_: fail_with_io_error())
-    with pytest.raises(SaveError, match="Input/output error.*nothing was published"):
+    monkeypatch.setattr(os, "copy_file_range", lambda *_, **__: fail_with_io_error())
+    with pytest.raises(SaveError, match=r"Input/output error.*nothing was published"):
         convert(source, tmp_path / "out")
     assert_nothing_written(tmp_path, "dcp")
 
@@ -317,21 +336,15 @@ def test_too_little_space_is_refused_before_a_byte_is_written(tmp_path: Path, mo
     source = save_dcp(tmp_path / "dcp", {"w": torch.ones(1000)})
     usage = os.statvfs(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("", (), {"total": usage.f_blocks, "free": 4000}))
-    with pytest.raises(SpaceError, match="out: needs .* bytes, 4,000 are available"):
+    with pytest.raises(SpaceError, match=r"out: needs .* bytes, 4,000 are available"):
         convert(source, tmp_path / "nested/out")
     assert_nothing_written(tmp_path, "dcp")
 
 
 def test_a_source_that_lost_bytes_after_planning_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_dcp(tmp_path / "dcp", {"w": make_tensor(torch.float32, (600, 50))}, ranks=1)
-    write_files = copy_tensors.write_files
-
-    def damage_source(*arguments: Any) -> None:
-        os.truncate(source / "__0_0.distcp", 4000)
-        write_files(*arguments)
-
-    monkeypatch.setattr("ckpt_convert.execute.write_files", damage_source)
-    with pytest.raises(CorruptCheckpointError, match="__0_0.distcp"):
+    interfere(monkeypatch, before=lambda _: os.truncate(source / "__0_0.distcp", 4000))
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
         convert(source, tmp_path / "out")
     assert_nothing_written(tmp_path, "dcp")
 
@@ -339,14 +352,8 @@ def test_a_source_that_lost_bytes_after_planning_is_refused(tmp_path: Path, monk
 def test_what_came_to_the_target_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     source = save_dcp(tmp_path / "dcp", {"w": torch.ones(3)})
-    write_files = copy_tensors.write_files
-
-    def interfere(*arguments: Any) -> None:
-        write_files(*arguments)
-        (tmp_path / "out/notes.txt").write_text("mine")
-
-    monkeypatch.setattr("ckpt_convert.execute.write_files", interfere)
-    with pytest.raises(TargetError, match="found notes.txt"):
+    interfere(monkeypatch, after=lambda _: (tmp_path / "out/notes.txt").write_text("mine"))
+    with pytest.raises(TargetError, match=r"found notes\.txt"):
         convert(source, tmp_path / "out")
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
     assert_nothing_written(tmp_path, "dcp", "out")
@@ -369,5 +376,5 @@ def test_the_report_is_json_and_text(tmp_path: Path) -> None:
     assert content["tensors"] == 1
     assert content["verified"] is True
     assert content["digests"] == {"w": report.digests["w"]}
-    assert "1 tensors, 12 bytes, every tensor read back and equal to the source" in str(report)
+    assert "1 tensors, 12 B, every tensor read back and equal to the source" in str(report)
     assert "step" in str(report)

@@ -57,7 +57,7 @@ POINTS = {
 
 def start_held(point: str, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SLOWED, point, *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603  our own command
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     return process
@@ -112,4 +112,3 @@ def test_a_second_converter_on_the_same_target_is_refused(tmp_path: Path) -> Non
         process.kill()
         process.communicate()
     assert not os.path.lexists(tmp_path / "out")
-

@@ -13,7 +13,7 @@ def test_digest_is_sha256_of_dtype_shape_and_bytes() -> None:
 
 def test_digest_does_not_depend_on_where_the_bytes_are_cut() -> None:
     data = bytes(range(256))
-    blocks = [data[:1], bytearray(data[1:100]), memoryview(data)[100:]]
+    blocks: list[bytes | bytearray | memoryview] = [data[:1], bytearray(data[1:100]), memoryview(data)[100:]]
     assert digest_tensor("U8", (256,), blocks) == digest_tensor("U8", (256,), [data])
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-
-from ckpt_core.errors import CorruptCheckpointError
+from typing import NamedTuple
 
 STEP = 16 * 2**20
 """Bytes between two reports of progress, which is also where a stop takes effect."""
@@ -16,32 +15,38 @@ _NO_RANGE_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNO
 """Answers of file systems, kernels and sandboxes that do not copy ranges between these two files."""
 
 
-def copy_bytes(
-    source: int, source_offset: int, target: int, target_offset: int, length: int, advance: Callable[[int], None]
-) -> None:
-    """Copy `length` bytes between two open files.
+class Position(NamedTuple):
+    """A place in an open file."""
+
+    descriptor: int
+    offset: int
+    """In bytes."""
+
+    def skip(self, nbytes: int) -> Position:
+        """Return the place `nbytes` further on."""
+        return Position(self.descriptor, self.offset + nbytes)
+
+
+def copy_bytes(source: Position, target: Position, length: int, advance: Callable[[int], None]) -> int:
+    """Copy `length` bytes from one place to another.
 
     Args:
-        source: Descriptor to read, at byte `source_offset`.
-        source_offset: In bytes.
-        target: Descriptor to write, at byte `target_offset`.
-        target_offset: In bytes.
+        source: Where to read.
+        target: Where to write.
         length: In bytes.
         advance: Called with the bytes copied since the last call; may raise to stop.
 
-    Raises:
-        CorruptCheckpointError: The source ends early.
+    Returns:
+        Bytes copied: fewer than `length` if the source ends early.
     """
     done = 0
     while done < length:
-        wanted = min(STEP, length - done)
-        copied = _copy_once(source, source_offset + done, target, target_offset + done, wanted)
+        copied = _copy_once(source.skip(done), target.skip(done), min(STEP, length - done))
         if copied == 0:
-            raise CorruptCheckpointError(
-                f"expected {length - done} more bytes at {source_offset + done}, found the end"
-            )
+            break
         done += copied
         advance(copied)
+    return done
 
 
 def write_bytes(target: int, offset: int, block: bytes | bytearray | memoryview) -> None:
@@ -64,23 +69,25 @@ def read_bytes(source: int, offset: int, buffer: memoryview) -> int:
     return filled
 
 
-def _copy_once(source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
+def _copy_once(source: Position, target: Position, length: int) -> int:
     if hasattr(os, "copy_file_range"):
         try:
-            return os.copy_file_range(source, target, length, source_offset, target_offset)
+            return os.copy_file_range(
+                source.descriptor, target.descriptor, length, offset_src=source.offset, offset_dst=target.offset
+            )
         except OSError as error:
             if error.errno not in _NO_RANGE_COPY:
                 raise
-    return _copy_through_buffer(source, source_offset, target, target_offset, length)
+    return _copy_through_buffer(source, target, length)
 
 
-def _copy_through_buffer(source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
+def _copy_through_buffer(source: Position, target: Position, length: int) -> int:
     buffer = memoryview(bytearray(min(_BLOCK, length)))
     done = 0
     while done < length:
         block = buffer[: min(len(buffer), length - done)]
-        count = read_bytes(source, source_offset + done, block)
-        write_bytes(target, target_offset + done, block[:count])
+        count = read_bytes(source.descriptor, source.offset + done, block)
+        write_bytes(target.descriptor, target.offset + done, block[:count])
         done += count
         if count < len(block):
             break

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them."""
+"""Sizes in bytes as people write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for infix, base in (("", 1000), ("I", 1024))
 }
-_KILO = 1000
 
 
 def parse_size(text: str) -> int:
@@ -26,13 +25,3 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ConfigError(f"size {text!r}: expected a positive number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return size
-
-
-def format_size(size: int) -> str:
-    """Write a number of bytes with three digits and a unit of 1000s, as `"2.31 GB"`."""
-    value = float(size)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if value < _KILO:
-            return f"{value:.3g} {unit}"
-        value /= _KILO
-    return f"{value:,.2f} TB"

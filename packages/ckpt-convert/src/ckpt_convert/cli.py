@@ -7,6 +7,7 @@ source and was not published, 2 bad input or usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ EXIT_DONE, EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command on `arguments` (those of the process by default); return its exit code."""
+    _spell_out_what_cannot_be_printed()
     options = _build_parser().parse_args(arguments)
     # Only now: help and usage errors answer at once.
     from ckpt_core.errors import CheckpointError, VerificationError  # noqa: PLC0415
@@ -35,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ckpt-convert: {error}", file=sys.stderr)
         return EXIT_DIFFERS if isinstance(error, VerificationError) else EXIT_USAGE
     return EXIT_DONE
+
+
+def _spell_out_what_cannot_be_printed() -> None:
+    """Names are any Unicode, terminals and pipes are not; a message must never fail for that."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -88,26 +97,25 @@ def _run(options: argparse.Namespace) -> None:
     )
     if options.dry_run:
         require_free_space(plan.target, plan.disk_needed)
-        _print_result(plan, plan.warnings, options)
+        _print_result(plan, plan, options)
         return
     if options.verbose and not options.json:
         print(plan)
     verify = not options.no_verify
     with _show_progress(plan.nbytes * (1 + verify), quiet=options.quiet) as progress:
         report = execute_plan(plan, verify=verify, threads=options.threads, progress=progress)
-    _print_result(report, plan.warnings, options)
+    _print_result(report, plan, options)
 
 
-def _print_result(
-    result: ConversionPlan | ConversionReport, warnings: Sequence[str], options: argparse.Namespace
-) -> None:
+def _print_result(result: ConversionPlan | ConversionReport, plan: ConversionPlan, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result.to_json(), indent=2))
-    elif not options.quiet:
-        print(result)
+    elif options.quiet:
+        print(*(f"ckpt-convert: warning: {text}\n" for text in plan.warnings), sep="", end="", file=sys.stderr)
     else:
-        for warning in warnings:
-            print(f"ckpt-convert: warning: {warning}", file=sys.stderr)
+        print(result)
+        if options.verbose:
+            print(*plan.names.list_all(), sep="\n")
 
 
 @contextmanager

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.reader import CheckpointReader
 from ckpt_core.spec import DTYPE_BITS, Chunk, TensorSpec
 from ckpt_core.stream import stream_tensor
 
-from ckpt_convert.byte_copy import copy_bytes, write_bytes
+from ckpt_convert.byte_copy import Position, copy_bytes, write_bytes
 from ckpt_convert.output_files import PlannedFile, PlannedTensor
 from ckpt_convert.parallel import Workers
 
@@ -56,7 +57,7 @@ def write_files(
 
     def copy(job: ByteCopy) -> None:
         with open_file(directory / job.file, os.O_WRONLY) as target:
-            _copy_elements(reader, job, target, workers)
+            _copy_elements(reader, job, Position(target, job.offset), workers)
 
     jobs = (job for file in files for tensor in file.tensors for job in split_copies(file, tensor))
     workers.run(jobs, copy)
@@ -97,20 +98,28 @@ def open_file(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _copy_elements(reader: CheckpointReader, job: ByteCopy, target: int, workers: Workers) -> None:
+def _copy_elements(reader: CheckpointReader, job: ByteCopy, target: Position, workers: Workers) -> None:
     if len(job.spec.chunks) == 1:
         data = reader.locate(job.spec, job.spec.chunks[0])
         if data.is_contiguous:
-            with open_file(source_root(reader) / data.file, os.O_RDONLY) as source:
-                copy_bytes(source, data.offset, target, job.offset, job.spec.nbytes, workers.meter.advance)
+            _copy_run(_find_root(reader) / data.file, data.offset, target, job.spec, workers)
             return
-    offset = job.offset
     for block in stream_tensor(reader, job.spec, block_bytes=workers.block_bytes):
-        write_bytes(target, offset, block)
-        offset += len(block)
+        write_bytes(target.descriptor, target.offset, block)
+        target = target.skip(len(block))
         workers.meter.advance(len(block))
 
 
-def source_root(reader: CheckpointReader) -> Path:
+def _copy_run(path: Path, offset: int, target: Position, spec: TensorSpec, workers: Workers) -> None:
+    with open_file(path, os.O_RDONLY) as source:
+        copied = copy_bytes(Position(source, offset), target, spec.nbytes, workers.meter.advance)
+    if copied < spec.nbytes:
+        raise CorruptCheckpointError(
+            f"{path}: expected {spec.nbytes:,} bytes of {spec.fqn!r} at offset {offset:,}, found {copied:,}; "
+            "the file was cut short"
+        )
+
+
+def _find_root(reader: CheckpointReader) -> Path:
     """Return the directory that the file names of `reader` are relative to."""
     return reader.path if reader.path.is_dir() else reader.path.parent

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError
+from ckpt_core.inspect import format_bytes
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.record import RECORD_NAME
 from ckpt_core.safetensors_header import INDEX_NAME
 
 from ckpt_convert.assets import Asset, describe_missing, find_assets
-from ckpt_convert.byte_sizes import format_size
 from ckpt_convert.names import NameChanges, change_names
 from ckpt_convert.output_files import PlannedFile, build_index, lay_out_files
 from ckpt_convert.target_check import check_target, check_tensors
@@ -81,13 +81,13 @@ class ConversionPlan:
                 f"{self.source} ({self.source_layout})",
                 f"-> {self.target} ({self.target_layout})" + (", replaced" if self.overwrite and self.replaces else ""),
                 *(
-                    f"  {file.name:<{width}}  {format_size(file.size):>9}  {len(file.tensors):,} tensors"
+                    f"  {file.name:<{width}}  {format_bytes(file.size):>9}  {len(file.tensors):,} tensors"
                     for file in self.files
                 ),
                 *([f"  {INDEX_NAME}"] if self.index else []),
                 *([f"  copied beside: {assets}"] if assets else []),
                 *self.describe_findings(),
-                f"disk needed: {format_size(self.disk_needed)}; memory: at most {format_size(MEMORY_BYTES)}",
+                f"disk needed: {format_bytes(self.disk_needed)}; memory: at most {format_bytes(MEMORY_BYTES)}",
             ]
         )
 
@@ -108,7 +108,7 @@ class ConversionPlan:
         }
 
 
-def plan_conversion(
+def plan_conversion(  # noqa: PLR0913  each is a flag of the command
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
@@ -140,7 +140,7 @@ def plan_conversion(
     if max_shard_size < 1:
         raise ConfigError(f"max_shard_size {max_shard_size}: expected at least 1 byte")
     source, target = Path(src), Path(dst)
-    reader = open_checkpoint(source)
+    reader = _open_model(source)
     replaces = check_target(target, (source, reader.path), overwrite=overwrite)
     warnings = _prove_complete(reader)
     names = change_names(reader)
@@ -165,6 +165,15 @@ def plan_conversion(
     )
 
 
+def _open_model(source: Path) -> CheckpointReader:
+    reader = open_checkpoint(source)
+    if reader.layout is CheckpointLayout.ADAPTER:
+        raise LayoutError(
+            f"{reader.path}: expected the weights of a whole model, found an adapter; peft opens it as it is"
+        )
+    return reader
+
+
 def _prove_complete(reader: CheckpointReader) -> list[str]:
     problems = reader.check()
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -180,10 +189,10 @@ def _prove_complete(reader: CheckpointReader) -> list[str]:
 def _require_tensors(reader: CheckpointReader, names: NameChanges) -> None:
     if names.kept:
         return
-    found = ", ".join(names.describe()) or "nothing"
+    found = "; ".join(names.describe()) or "nothing"
     raise LayoutError(
-        f"{reader.path}: expected the tensors of a model, found {found}; a model is converted from the directory that "
-        "holds its weights, which trainers write beside the optimizer's"
+        f"{reader.path}: expected the tensors of a model, found none ({found}); name the directory of the weights, "
+        "which trainers write beside the optimizer's"
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckpt_convert.byte_sizes import format_size
+from ckpt_core.inspect import format_bytes
+
 from ckpt_convert.plan import ConversionPlan
 
 
@@ -25,7 +26,7 @@ class ConversionReport:
         proof = "every tensor read back and equal to the source" if self.verified else "not verified"
         return "\n".join(
             [
-                f"{self.plan.target}: {self.plan.tensor_count:,} tensors, {format_size(self.plan.nbytes)}, {proof}",
+                f"{self.plan.target}: {self.plan.tensor_count:,} tensors, {format_bytes(self.plan.nbytes)}, {proof}",
                 *self.plan.describe_findings(),
             ]
         )

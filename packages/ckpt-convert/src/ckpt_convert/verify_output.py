@@ -75,7 +75,7 @@ def _check_frame(file: PlannedFile, path: Path) -> Iterator[Problem]:
             yield Problem("bad_header", file.name, "the header differs from the one that was written")
 
 
-def _digest_equal(tensor: PlannedTensor, written: int, blocks: Iterable[memoryview]) -> str | Problem:
+def _digest_equal(tensor: PlannedTensor, written: int, blocks: Iterable[bytes | bytearray]) -> str | Problem:
     digest = TensorDigest(tensor.spec.dtype, tensor.spec.shape)
     done = 0
     found = bytearray()
@@ -94,11 +94,11 @@ def _digest_equal(tensor: PlannedTensor, written: int, blocks: Iterable[memoryvi
     return digest.finish()
 
 
-def _find_difference(found: bytearray, block: memoryview) -> int:
+def _find_difference(found: bytearray, block: bytes | bytearray) -> int:
     return next((i for i, (a, b) in enumerate(zip(found, block, strict=True)) if a != b), 0)
 
 
-def _meter_blocks(blocks: Iterable[memoryview], meter: Meter) -> Iterator[memoryview]:
+def _meter_blocks(blocks: Iterable[bytes | bytearray], meter: Meter) -> Iterator[bytes | bytearray]:
     for block in blocks:
         yield block
         meter.advance(len(block))

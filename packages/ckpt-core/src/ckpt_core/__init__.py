@@ -25,6 +25,7 @@ from ckpt_core.errors import (
     SpaceError,
     TargetError,
     UnsafePickleError,
+    VerificationError,
 )
 from ckpt_core.inspect import Inspection, inspect_checkpoint
 from ckpt_core.key_mapping import CanonicalNames, find_canonical_names, strip_wrapper_prefixes
@@ -62,6 +63,7 @@ __all__ = [
     "TensorData",
     "TensorSpec",
     "UnsafePickleError",
+    "VerificationError",
     "detect_checkpoint_format",
     "detect_layout",
     "find_canonical_names",
