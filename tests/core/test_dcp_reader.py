@@ -15,7 +15,7 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCh
 from ckpt_core.reader import open_checkpoint
 from ckpt_core.record import CheckpointRecord, TensorRecord, measure_files, write_record
 from ckpt_core.stream import read_tensor
-from ckpt_core.torch_archive import find_archived_tensor
+from ckpt_core.torch_archive import ArchiveFinder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
@@ -210,7 +210,7 @@ def repack(data: bytes, compression: int, drop: str = "", **replaced: bytes) -> 
 def find(tmp_path: Path, data: bytes) -> bytes:
     """Return the bytes of the tensor found in an archive that lies amid other bytes."""
     (tmp_path / "f").write_bytes(b"before" + data + b"after")
-    found = find_archived_tensor(tmp_path / "f", 6, len(data))
+    found = ArchiveFinder().find(tmp_path / "f", 6, len(data))
     return (tmp_path / "f").read_bytes()[found.offset :][: 4 * 6]
 
 
@@ -237,8 +237,19 @@ def test_a_slice_of_a_larger_storage_is_found(tmp_path: Path) -> None:
 
 def test_strides_are_those_of_the_saved_tensor(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(data := archive(SIX.reshape(2, 3).t()))
-    found = find_archived_tensor(tmp_path / "f", 0, len(data))
+    found = ArchiveFinder().find(tmp_path / "f", 0, len(data))
     assert (found.sizes, found.strides) == ((3, 2), (1, 3))
+
+
+def test_an_archive_like_an_earlier_one_is_found_as_if_it_were_the_first(tmp_path: Path) -> None:
+    """Same length and same hint, yet other strides, another dtype, another place in the file."""
+    values = [SIX.reshape(2, 3), SIX.reshape(3, 2).t(), SIX.reshape(2, 3) + 7, SIX.reshape(2, 3).float()]
+    finder = ArchiveFinder()
+    for value in values * 2:
+        (tmp_path / "f").write_bytes(b"x" * 11 + (data := archive(value)))
+        found = finder.find(tmp_path / "f", 11, len(data), "always the same hint")
+        assert found == ArchiveFinder().find(tmp_path / "f", 11, len(data))
+        assert found.strides == value.stride()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +288,7 @@ def test_a_damaged_archive_never_leads_to_another_exception(
         file = tmp_path_factory.getbasetemp() / "damaged"
         file.write_bytes(data)
         try:
-            found = find_archived_tensor(file, 0, len(data))
+            found = ArchiveFinder().find(file, 0, len(data))
         except CheckpointError:
             continue
         assert 0 <= found.offset <= len(data)

@@ -208,6 +208,11 @@ def test_data_without_metadata_is_an_unfinished_save(tmp_path: Path) -> None:
         detect_layout(touch(tmp_path, "__0_0.distcp"))
 
 
+def test_metadata_of_each_rank_is_no_dcp(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="one per rank"):
+        detect_layout(touch(tmp_path, "__0_0.distcp", "__1_0.distcp", "__0.metadata", "__1.metadata"))
+
+
 @pytest.mark.parametrize("files", [[], ["README.md"], ["a/b/c/d.txt"]])
 def test_a_directory_without_a_checkpoint_is_no_layout(tmp_path: Path, files: list[str]) -> None:
     with pytest.raises(LayoutError, match="found none"):

@@ -211,7 +211,7 @@ class _MetadataReader:
         file, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
         fault = find_name_fault(file)
         if fault is not None or not isinstance(file, str):
-            msg = f"{self.source}: expected {fqn!r} to lie in a file of the checkpoint, found {file!r:.80}: {fault}"
+            msg = f"{self.source}: expected {fqn!r} in a file beside it, found {file!r:.80}: {fault}"
             raise CorruptCheckpointError(msg)
         if not (_is_count(offset) and _is_count(length)):
             raise _fault(self.source, f"an offset and a length for {fqn!r}", offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from ckpt_core.record import read_record
 from ckpt_core.safetensors_header import SafetensorsHeader, read_header
 from ckpt_core.safetensors_reader import find_row_major_strides
 from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
-from ckpt_core.torch_archive import ARCHIVE_MAGIC, ArchivedTensor, find_archived_tensor
+from ckpt_core.torch_archive import ARCHIVE_MAGIC, ArchivedTensor, ArchiveFinder
 
 DATA_SUFFIX = ".distcp"
 
@@ -36,7 +36,8 @@ class DcpReader:
         self.path = path
         self._metadata = _load_metadata(path / DCP_METADATA)
         self._record = read_record(path)
-        self._blobs: dict[tuple[str, int], SafetensorsHeader | None] = {}
+        self._blobs: dict[str, tuple[int, SafetensorsHeader | None]] = {}
+        self._finder = ArchiveFinder()
 
     @property
     def layout(self) -> CheckpointLayout:
@@ -77,7 +78,7 @@ class DcpReader:
             CheckpointNotFoundError: The file is missing.
             CorruptCheckpointError: The archive is damaged or holds another tensor.
         """
-        found = self._find_stored(spec, chunk.stored)
+        found = self._find_stored(spec, chunk)
         if found.dtype != spec.dtype or found.sizes != chunk.sizes:
             raise CorruptCheckpointError(
                 f"{self.path / chunk.stored.file}: expected {spec.dtype} of sizes {chunk.sizes} for {spec.fqn!r} at"
@@ -86,10 +87,12 @@ class DcpReader:
             )
         return TensorData(chunk.stored.file, found.offset, found.sizes, found.strides)
 
-    def _find_stored(self, spec: TensorSpec, stored: StoredRange) -> ArchivedTensor:
+    def _find_stored(self, spec: TensorSpec, chunk: Chunk) -> ArchivedTensor:
+        stored = chunk.stored
         blob = self._find_blob(stored)
         if blob is None:
-            return _unpack_elements(find_archived_tensor(self.path / stored.file, stored.offset, stored.length))
+            path, hint = self.path / stored.file, (spec.dtype, chunk.sizes)
+            return _unpack_elements(self._finder.find(path, stored.offset, stored.length, hint))
         entry = blob.entries.get(spec.fqn)
         if entry is None:
             raise CorruptCheckpointError(
@@ -99,15 +102,16 @@ class DcpReader:
         return ArchivedTensor(entry.dtype, entry.shape, find_row_major_strides(entry.shape), entry.offset)
 
     def _find_blob(self, stored: StoredRange) -> SafetensorsHeader | None:
-        """Return the header if one safetensors blob lies there instead of an archive.
+        """Return the header if one safetensors blob lies there instead of archives.
 
         torch 2.13 writes the tensors of a file as one blob when it is asked for safetensors,
-        and records where the blob begins as the place of every tensor in it.
+        and records where the blob begins as the place of every tensor in it. Whether a file
+        holds archives shows at any tensor in it.
         """
-        place = stored.file, stored.offset
-        if place not in self._blobs:
-            self._blobs[place] = _read_blob_header(self.path / stored.file, stored.offset)
-        return self._blobs[place]
+        if stored.file not in self._blobs:
+            self._blobs[stored.file] = stored.offset, _read_blob_header(self.path / stored.file, stored.offset)
+        offset, header = self._blobs[stored.file]
+        return header if stored.offset == offset else None
 
     @cached_property
     def _ranges_by_file(self) -> dict[str, list[tuple[StoredRange, str]]]:
@@ -127,11 +131,12 @@ class DcpReader:
         yield from _find_shared_bytes(file, self._join_blob(ranges))
 
     def _join_blob(self, ranges: list[tuple[StoredRange, str]]) -> list[tuple[StoredRange, str]]:
-        """Keep one of the ranges that begin at a blob."""
-        kept = {stored.offset: (stored, fqn) for stored, fqn in ranges}
-        if len(kept) == len(ranges):
+        """Keep one of the ranges that begin together if a blob lies there."""
+        starts = Counter(stored.offset for stored, _ in ranges)
+        together = [item for item in ranges if starts[item[0].offset] > 1]
+        if not together or self._find_blob(together[0][0]) is None:
             return ranges
-        return [item for item in ranges if self._find_blob(item[0]) is None or kept[item[0].offset] is item]
+        return [item for item in ranges if item[0].offset != together[0][0].offset] + together[:1]
 
     def _find_strays(self) -> Iterator[Problem]:
         for path in sorted(self.path.iterdir()):

@@ -130,6 +130,11 @@ def _find_layouts(directory: Path, names: list[str]) -> list[CheckpointLayout]:
     found: list[CheckpointLayout] = []
     if DCP_METADATA in names:
         found.append(CheckpointLayout.DCP)
+    elif any(name.endswith(DCP_METADATA) for name in names):
+        raise LayoutError(
+            f"{directory}: expected one {DCP_METADATA}, found one per rank; save with collectives to get a DCP"
+            " that can be read as a whole"
+        )
     elif any(name.endswith(".distcp") for name in names):
         raise LayoutError(
             f"{directory}: expected {DCP_METADATA} beside the .distcp files, found none;"

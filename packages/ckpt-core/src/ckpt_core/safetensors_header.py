@@ -124,7 +124,7 @@ def read_index(path: Path) -> SafetensorsIndex:
         raise _refuse(path, f"expected a weight_map of names, found {type(weight_map).__name__}")
     for name, file in weight_map.items():
         if fault := find_name_fault(file):
-            raise _refuse(path, f"expected the name of a file beside the index for {name!r}, found {fault}")
+            raise _refuse(path, f"expected {name!r} in a file beside the index, found {file!r:.80}: {fault}")
     return SafetensorsIndex(MappingProxyType(weight_map))
 
 

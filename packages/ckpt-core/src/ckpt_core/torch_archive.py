@@ -15,8 +15,9 @@ PKWARE's APPNOTE 6.3 for the zip structures.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ckpt_core.checkpoint_files import read_range
@@ -30,7 +31,8 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
-_TAIL = 4096  # the directory of a one-tensor archive takes about 600 bytes
+_HEAD = 2048  # what precedes the storage of a one-tensor archive takes about 700 bytes
+_TAIL = 4096  # its directory takes about 600 bytes
 _PICKLE_LIMIT = 1 << 20  # a tensor's own data.pkl takes about 150 bytes
 _U16 = 0xFFFF
 _U32 = 0xFFFFFFFF
@@ -63,19 +65,40 @@ class _Storage:
     numel: int
 
 
-def find_archived_tensor(path: Path, start: int, length: int) -> ArchivedTensor:
-    """Find the tensor in the archive that fills `length` bytes of `path` from `start` on.
+class ArchiveFinder:
+    """Finds tensors in archives, and remembers what archives begin with.
 
-    Raises:
-        CorruptCheckpointError: The archive is damaged, compressed, or not of one plain tensor.
-        UnsafePickleError: Its pickle names something that a plain tensor does not need.
-        CheckpointNotFoundError: No such file.
+    The archives of chunks of one dtype and shape differ in the elements and in an identifier
+    at the end only. So if one begins with the same bytes, up to the storage, as an earlier
+    one of the same length, it holds the same tensor at the same place.
     """
-    archive = _Archive(path, start, length)
-    root, entries = archive.list_entries()
-    record = archive.load_tensor(entries.get(f"{root}/data.pkl"))
-    archive.check_byte_order(entries.get(f"{root}/byteorder"))
-    return _locate(record, entries, f"{root}/data/", archive)
+
+    def __init__(self) -> None:
+        """Start without memories."""
+        self._known: dict[tuple[int, Hashable], tuple[bytes, ArchivedTensor]] = {}
+
+    def find(self, path: Path, start: int, length: int, hint: Hashable = None) -> ArchivedTensor:
+        """Find the tensor in the archive that fills `length` bytes of `path` from `start` on.
+
+        Args:
+            path: The file.
+            start: Where the archive begins, in bytes.
+            length: Of the archive, in bytes.
+            hint: Equal for archives that are expected to be alike; nothing else depends on it.
+
+        Raises:
+            CorruptCheckpointError: The archive is damaged, compressed, or not of one plain tensor.
+            UnsafePickleError: Its pickle names something that a plain tensor does not need.
+            CheckpointNotFoundError: No such file.
+        """
+        archive = _Archive(path, start, length)
+        known = self._known.get((length, hint))
+        if known is not None and archive.head.startswith(known[0]):
+            return replace(known[1], offset=start + known[1].offset)
+        found, storage_start = _find_tensor(archive)
+        if storage_start <= len(archive.head):
+            self._known[length, hint] = archive.head[:storage_start], found
+        return replace(found, offset=start + found.offset)
 
 
 class _Archive:
@@ -85,6 +108,7 @@ class _Archive:
         self.path = path
         self.start = start
         self.length = length
+        self.head = read_range(path, start, min(length, _HEAD))
 
     def fault(self, found: str) -> CorruptCheckpointError:
         """Describe a fault of this archive."""
@@ -93,10 +117,22 @@ class _Archive:
             f" at offset {self.start}, found {found}"
         )
 
+    @cached_property
+    def tail(self) -> bytes:
+        size = min(self.length, _TAIL)
+        return read_range(self.path, self.start + self.length - size, size)
+
     def read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or offset + length > self.length:
+        """Read a part of the archive; most parts lie at its ends, which are read once."""
+        end = offset + length
+        if offset < 0 or end > self.length:
             found = f"a reference to {length} bytes at {offset} of the archive"
             raise self.fault(found)
+        if end <= len(self.head):
+            return self.head[offset:end]
+        tail_start = self.length - len(self.tail)
+        if offset >= tail_start:
+            return self.tail[offset - tail_start : end - tail_start]
         return read_range(self.path, self.start + offset, length)
 
     def list_entries(self) -> tuple[str, dict[str, _Entry]]:
@@ -115,15 +151,13 @@ class _Archive:
         return root, entries
 
     def _find_directory(self) -> tuple[int, int, int]:
-        tail_start = max(0, self.length - _TAIL)
-        tail = self.read(tail_start, self.length - tail_start)
-        at = tail.rfind(b"PK\x05\x06")
-        if at < 0 or at + _END.size > len(tail):
+        at = self.tail.rfind(b"PK\x05\x06")
+        if at < 0 or at + _END.size > len(self.tail):
             found = "no zip directory at the end"
             raise self.fault(found)
-        _, _, _, _, count, size, offset, _ = _END.unpack_from(tail, at)
+        _, _, _, _, count, size, offset, _ = _END.unpack_from(self.tail, at)
         if count == _U16 or _U32 in (size, offset):
-            return self._find_directory64(tail_start + at - _LOCATOR64.size)
+            return self._find_directory64(self.length - len(self.tail) + at - _LOCATOR64.size)
         return count, size, offset
 
     def _find_directory64(self, at: int) -> tuple[int, int, int]:
@@ -233,9 +267,18 @@ def _resolve_storage(value: object) -> object:
     raise ValueError("a persistent id that names no storage")
 
 
-def _locate(record: Record, entries: dict[str, _Entry], prefix: str, archive: _Archive) -> ArchivedTensor:
+def _find_tensor(archive: _Archive) -> tuple[ArchivedTensor, int]:
+    """Return the tensor, its offset counted from the archive, and where its storage begins.
+
+    The second number is that of the archive's end if the storage does not come last of what
+    was read: then what precedes it does not say everything.
+    """
+    root, entries = archive.list_entries()
+    description, byte_order = entries.get(f"{root}/data.pkl"), entries.get(f"{root}/byteorder")
+    record = archive.load_tensor(description)
+    archive.check_byte_order(byte_order)
     storage, first, sizes, strides, dtype = _read_record(record, archive.fault)
-    entry = entries.get(f"{prefix}{storage.key}")
+    entry = entries.get(f"{root}/data/{storage.key}")
     if entry is None:
         found = f"no entry for the storage {storage.key!r}"
         raise archive.fault(found)
@@ -244,7 +287,10 @@ def _locate(record: Record, entries: dict[str, _Entry], prefix: str, archive: _A
     if 0 not in sizes and (last + 1) * itemsize > entry.length:
         found = f"{entry.length} bytes of storage for sizes {sizes}, strides {strides} of {dtype}"
         raise archive.fault(found)
-    return ArchivedTensor(dtype, sizes, strides, archive.start + archive.find_data(entry) + first * itemsize)
+    start = archive.find_data(entry)
+    comes_last = all(other is None or other.header < entry.header for other in (description, byte_order))
+    tensor = ArchivedTensor(dtype, sizes, strides, start + first * itemsize)
+    return tensor, start if comes_last else archive.length
 
 
 def _read_record(
