@@ -79,6 +79,7 @@ def test_verbose_prints_the_plan_first(source: Path, tmp_path: Path, capsys: pyt
     ("arguments", "message"),
     [
         (["absent", "out"], "absent"),
+        (["x" * 5000, "out"], "File name too long"),
         (["dcp", "dcp"], "dcp: is the source itself; choose another target"),
         (["dcp", "dcp/hf"], "dcp/hf: lies inside the source dcp"),
         (["dcp", "full"], "full: expected a new or empty directory, found file"),

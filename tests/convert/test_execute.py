@@ -145,6 +145,7 @@ def test_sharded_safetensors_become_consolidated(tmp_path: Path) -> None:
     source = save_sharded_safetensors(tmp_path / "sharded", state, ranks=3, cut=cut_columns(3))
     report = convert(source, tmp_path / "out")
     assert report.plan.source_layout == "safetensors-sharded"
+    assert any("a missing last shard would go unseen" in warning for warning in report.plan.warnings)
     assert describe(read_safetensors(tmp_path / "out")) == describe(state)
 
 

@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"ckpt-convert: {error}", file=sys.stderr)
         return EXIT_DIFFERS if isinstance(error, VerificationError) else EXIT_USAGE
+    except OSError as error:
+        print(f"ckpt-convert: {error.filename or options.src}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_USAGE
     return EXIT_DONE
 
 
