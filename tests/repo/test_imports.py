@@ -60,9 +60,15 @@ def test_find_imported_sees_an_import() -> None:
     assert find_imported("import json", "json", "torch") == ["json"]
 
 
-@pytest.mark.parametrize("module", ["ckpt_core", "ckpt_convert"])
-def test_importing_a_package_leaves_the_training_stack_alone(module: str) -> None:
-    assert find_imported(f"import {module}", *TRAINING) == []
+@pytest.mark.parametrize(
+    "program", ["import ckpt_core", "from ckpt_core import open_checkpoint", "import ckpt_convert"]
+)
+def test_reading_and_converting_leave_torch_and_the_training_stack_alone(program: str) -> None:
+    assert find_imported(program, "torch", *TRAINING) == []
+
+
+def test_the_converter_leaves_the_training_stack_alone() -> None:
+    assert find_imported("from ckpt_convert import *", *TRAINING) == []
 
 
 @pytest.mark.parametrize("module", ["ckpt_core.cli", "ckpt_convert.cli", "ckpt_verify.cli"])

@@ -35,6 +35,11 @@ class Outcome:
         """Whether the logits are the same, bit for bit."""
         return self.largest_difference == 0
 
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing at all was lost."""
+        return self.compared_equal and self.logits_equal
+
 
 def main() -> int:
     """Run the demo; 0 if everything came out equal, 1 if not."""
@@ -59,7 +64,7 @@ def run_demo(root: Path) -> int:
     say("Is what transformers opened the model that was trained?")
     print_table(outcomes)
     print(f"\nThe base model, before training, differs by up to {measure_difference(root, 'base'):.3g}.")
-    return 0 if all(outcome.compared_equal and outcome.logits_equal for outcome in outcomes) else 1
+    return 0 if all(outcome.is_equal for outcome in outcomes) else 1
 
 
 def carry_over(root: Path, saved_as: str) -> Outcome:
@@ -78,7 +83,7 @@ def measure_difference(root: Path, folder: str) -> float:
     """Open a model folder; return how far its logits are from those of the trained model."""
     opened = AutoModelForCausalLM.from_pretrained(root / folder)
     logits = compute_logits(opened, read_tokens(root / folder))
-    return (logits - torch.load(root / "logits.pt")).abs().max().item()
+    return float((logits - torch.load(root / "logits.pt")).abs().max())
 
 
 def run_tool(root: Path, *command: str) -> subprocess.CompletedProcess[bytes]:

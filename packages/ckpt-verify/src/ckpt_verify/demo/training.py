@@ -73,7 +73,7 @@ def _shard_model(base: Path, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def _save(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, root: Path, saved_as: str
+    root: Path, saved_as: str, mesh: DeviceMesh, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Save as a policy worker of NeMo RL does: one manager, one call."""
     policy = root / saved_as / f"step_{STEPS}" / "policy"
