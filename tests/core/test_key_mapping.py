@@ -113,6 +113,7 @@ W = torch.ones(2, 2)
         ({"app": {"model": {"w": W}, "optim": {"state": {"w": W}}}}, ("app", "model"), {"app.model.w": "w"}),
         ({"model": {"w": W}, "optimizer": {"state.w.exp_avg": W}, "step": W}, ("model",), {"model.w": "w"}),
         ({"a": {"w": W}, "b": {"w": W}}, (), {"a.w": "a.w", "b.w": "b.w"}),
+        ({"encoder": {"w": W}}, (), {"encoder.w": "encoder.w"}),
         ({"w": W, "b": W}, (), {"w": "w", "b": "b"}),
     ],
 )
@@ -136,5 +137,8 @@ def test_optimizer_state_alone_keeps_its_names(tmp_path: Path) -> None:
 
 def test_lists_in_a_state_dict_have_numbers_in_their_paths() -> None:
     found = find_canonical_names(["x.0", "x.1"], {"x.0": ("x", 0), "x.1": ("x", 1)})
-    assert found.nest == ("x",)
-    assert dict(found.names) == {"x.0": "0", "x.1": "1"}
+    assert found.nest == ()
+    assert dict(found.names) == {"x.0": "x.0", "x.1": "x.1"}
+    found = find_canonical_names(["model.0", "model.1"], {"model.0": ("model", 0), "model.1": ("model", 1)})
+    assert found.nest == ("model",)
+    assert dict(found.names) == {"model.0": "0", "model.1": "1"}

@@ -170,7 +170,7 @@ def test_state_of_a_trainer_is_no_model(tmp_path: Path, name: str) -> None:
         ("state.pt", TORCH, True),
     ],
 )
-def test_a_file_stands_for_its_checkpoint(tmp_path: Path, file: str, layout: CheckpointLayout, is_file: bool) -> None:  # noqa: FBT001  a parameter
+def test_a_file_stands_for_its_checkpoint(tmp_path: Path, file: str, layout: CheckpointLayout, is_file: bool) -> None:
     touch(tmp_path, file)
     assert detect_layout(tmp_path / file) == DetectedLayout(layout, tmp_path / file if is_file else tmp_path)
 
@@ -196,7 +196,7 @@ def test_other_systems_are_answered_with_the_right_tool(
     tmp_path: Path,
     files: list[str],
     remedy: str,
-    above: bool,  # noqa: FBT001  a parameter
+    above: bool,
 ) -> None:
     touch(tmp_path / "x", *files)
     with pytest.raises(LayoutError, match=remedy):

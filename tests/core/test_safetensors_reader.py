@@ -39,7 +39,7 @@ def kinds(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_a_set_reads_as_the_library_reads_it(tmp_path: Path, index: bool) -> None:  # noqa: FBT001  a parameter
+def test_a_set_reads_as_the_library_reads_it(tmp_path: Path, index: bool) -> None:
     reader = open_checkpoint(write_set(tmp_path / "m", index=index))
     assert reader.layout is CheckpointLayout.SAFETENSORS
     assert sorted(reader.tensors) == ["a", "b", "e", "s"]
@@ -83,7 +83,7 @@ def test_links_into_a_cache_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_a_missing_file_of_a_set_is_named(tmp_path: Path, index: bool) -> None:  # noqa: FBT001  a parameter
+def test_a_missing_file_of_a_set_is_named(tmp_path: Path, index: bool) -> None:
     path = write_set(tmp_path / "m", index=index)
     (path / PARTS[1]).unlink()
     assert kinds(path) == [("missing_file", PARTS[1])]
@@ -129,7 +129,7 @@ def test_a_tensor_that_the_index_does_not_list_is_unexpected(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_a_tensor_in_two_files_is_a_duplicate(tmp_path: Path, index: bool) -> None:  # noqa: FBT001  a parameter
+def test_a_tensor_in_two_files_is_a_duplicate(tmp_path: Path, index: bool) -> None:
     path = write_set(tmp_path / "m", index=index)
     save_file({**SECOND, "a": torch.zeros(2, 3)}, path / PARTS[1])
     assert ("duplicate_tensor", "a") in kinds(path)

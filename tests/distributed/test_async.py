@@ -26,6 +26,7 @@ def _save_then_change(_context: RankContext, root: str) -> dict[str, list[bool]]
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     def stage_on_cpu() -> DefaultStager:
         return DefaultStager(StagingOptions(False, False, True, False))
@@ -52,12 +53,16 @@ def _save_then_change(_context: RankContext, root: str) -> dict[str, list[bool]]
             for parameter in model.parameters():
                 parameter.fill_(-1.0)
 
+    def full(parameter: torch.Tensor) -> torch.Tensor:
+        assert isinstance(parameter, DTensor)
+        return parameter.full_tensor()
+
     def holds(value: float) -> bool:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(-2.0)
         manager.load_checkpoint(model, f"{root}/weights")
-        return all(bool((p.full_tensor() == value).all()) for p in model.parameters())
+        return all(bool((full(p) == value).all()) for p in model.parameters())
 
     save(1.0, is_async=True)
     dist.barrier()

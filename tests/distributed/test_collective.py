@@ -28,7 +28,7 @@ def _fail_on_one(context: RankContext, function: str, failing: int) -> tuple[str
         if function == "agree":
             collective.agree(step, work)
         elif function == "combine":
-            collective.combine(step, work, sum)
+            collective.combine(step, work, list)
         else:
             collective.on_rank_zero(step, work)
     except LoadError as error:

@@ -26,7 +26,7 @@ Nesting = tuple[str | int, ...]
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _DDP_PREFIX = "module."
-_MODEL_KEY = "model"
+_MODEL_KEYS = frozenset({"model", "model_state_dict", "state_dict"})
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers"})
 
 
@@ -78,23 +78,14 @@ def find_canonical_names(fqns: Iterable[str], nesting: Mapping[str, Nesting]) ->
 
 
 def _find_nest(paths: list[Nesting]) -> Nesting:
-    """Find the one path that ends in `model`; failing that, what all paths begin with."""
+    """Find the one path that ends in a key under which trainers keep the model."""
     candidates = [path for path in paths if not _OPTIMIZER_KEYS.intersection(path[:-1])]
-    models = {path[: path.index(_MODEL_KEY) + 1] for path in candidates if _MODEL_KEY in path[:-1]}
-    if len(models) == 1:
-        return next(iter(models))
-    if not candidates:
-        return ()
-    first, last = min(map(_order, candidates)), max(map(_order, candidates))
-    shared = 0
-    while shared < min(len(first), len(last)) - 1 and first[shared] == last[shared]:
-        shared += 1
-    return candidates[0][:shared]
+    nests = {path[: place + 1] for path in candidates if (place := _find_model_key(path)) is not None}
+    return next(iter(nests)) if len(nests) == 1 else ()
 
 
-def _order(path: Nesting) -> tuple[tuple[bool, str], ...]:
-    """Make paths of names and list indices comparable."""
-    return tuple((isinstance(key, int), str(key)) for key in path)
+def _find_model_key(path: Nesting) -> int | None:
+    return next((place for place, key in enumerate(path[:-1]) if key in _MODEL_KEYS), None)
 
 
 def _is_outside(path: Nesting | None, nest: Nesting) -> bool:
