@@ -67,6 +67,11 @@ def test_a_set_without_an_index_cannot_be_proven_complete(tmp_path: Path) -> Non
     assert [(p.kind, p.severity) for p in problems] == [("unproven", "warning")]
 
 
+def test_one_file_of_a_set_is_no_whole_model(tmp_path: Path) -> None:
+    path = write_set(tmp_path / "m") / PARTS[0]
+    assert kinds(path) == [("unproven", PARTS[0])]
+
+
 def test_links_into_a_cache_are_followed(tmp_path: Path) -> None:
     blobs = write_set(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()

@@ -128,10 +128,13 @@ class SafetensorsReader:
 
     def _check_file_names(self) -> Iterator[Problem]:
         """Without an index, the names of a set still tell which files belong to it."""
-        if self._weight_map is not None or not self.path.is_dir():
-            return
         names = list(self._files.headers)
         parts = {name: match for name in names if (match := _PART_NAME.fullmatch(name))}
+        if self._weight_map is not None:
+            return
+        if not self.path.is_dir():
+            yield from (_doubt_part(name, match) for name, match in parts.items() if int(match["count"]) > 1)
+            return
         yield from _find_missing_parts(parts)
         if len(names) > 1 and (strays := [name for name in names if name not in parts]):
             for name in strays:
@@ -180,6 +183,10 @@ def _make_whole(fqn: str, file: str, entry: HeaderEntry) -> TensorSpec:
     stored = StoredRange(file, entry.offset, entry.length, "raw")
     chunks = (Chunk((0,) * len(entry.shape), entry.shape, stored),) if entry.length else ()
     return TensorSpec(fqn, entry.dtype, entry.shape, chunks)
+
+
+def _doubt_part(name: str, match: re.Match[str]) -> Problem:
+    return Problem("unproven", name, f"by its name it is one of {int(match['count'])} files; name their directory")
 
 
 def _find_missing_parts(parts: Mapping[str, re.Match[str]]) -> Iterator[Problem]:

@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from ckpt_core.coverage import Box, check_tiling
 from ckpt_core.dtypes import TORCH_OF_DTYPE
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK_BYTES = 8 << 20
 """Large enough that a read costs more than the call, small enough for many threads."""
 
+_MAX_OPEN = 16  # of each stream; several streams run in a process that may open 1,024 or fewer
 _SMALL_READ = 64 << 10  # reading this much takes about as long as two separate reads
 _MAX_WASTE = 8  # bytes read for one byte wanted, before separate reads are cheaper
 
@@ -56,8 +56,8 @@ def stream_tensor(
     problems = check_tiling(spec.fqn, spec.shape, [(c.offsets, c.sizes) for c in spec.chunks])
     if problems:
         raise CorruptCheckpointError(f"{reader.path}: {spec.fqn!r} cannot be read", problems=problems)
-    with ExitStack() as stack:
-        source = _Source(reader, spec, block_bytes, stack)
+    with _OpenFiles(reader.path if reader.path.is_dir() else reader.path.parent) as files:
+        source = _Source(reader, spec, block_bytes, files)
         for box in _cut_boxes(source.shape, max(1, block_bytes // source.itemsize)):
             yield source.read_box(box)
 
@@ -114,21 +114,51 @@ class _Piece:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    descriptor: int
     offset: int
-    name: str
+    file: str
+
+
+class _OpenFiles:
+    """The files read last, open; a tensor may lie in more files than a process may open."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Read at most `length` bytes; fewer only at the end of the file."""
+        descriptor = self._open(name)
+        data = os.pread(descriptor, length, offset)
+        while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
+            data += more
+        return data
+
+    def _open(self, name: str) -> int:
+        descriptor = self.descriptors.pop(name, None)
+        if descriptor is None:
+            descriptor = _open_file(self.root / name)
+        self.descriptors[name] = descriptor  # the last one read stands last
+        if len(self.descriptors) > _MAX_OPEN:
+            os.close(self.descriptors.pop(next(iter(self.descriptors))))
+        return descriptor
 
 
 class _Source:
     """The chunks of one tensor, counted in units of `itemsize` bytes."""
 
-    def __init__(self, reader: CheckpointReader, spec: TensorSpec, block_bytes: int, stack: ExitStack) -> None:
+    def __init__(self, reader: CheckpointReader, spec: TensorSpec, block_bytes: int, files: _OpenFiles) -> None:
         self.reader = reader
         self.spec = spec
         self.block_bytes = block_bytes
-        self.stack = stack
+        self.files = files
         self.itemsize = DTYPE_BITS[spec.dtype] // 8 or 1
-        self.descriptors: dict[str, int] = {}
         self.flat = spec.dtype == "F4" and not _is_halvable(spec)
         if self.flat and len(spec.chunks) > 1:
             raise CorruptCheckpointError(
@@ -151,26 +181,17 @@ class _Source:
             offsets, sizes, strides = (0,), self.shape, (1,)
         elif self.spec.dtype == "F4":
             strides = (*(stride // 2 for stride in strides[:-1]), 1)
-        return _Piece(offsets, sizes, strides, self._open(data.file), data.offset, data.file)
-
-    def _open(self, name: str) -> int:
-        if name not in self.descriptors:
-            root = self.reader.path if self.reader.path.is_dir() else self.reader.path.parent
-            self.descriptors[name] = _open_file(root / name)
-            self.stack.callback(os.close, self.descriptors[name])
-        return self.descriptors[name]
+        return _Piece(offsets, sizes, strides, data.offset, data.file)
 
     def read_box(self, box: Box) -> bytes | bytearray:
         """Return the bytes of a box, row by row."""
-        for piece in self.pieces:
-            common = _intersect(box, piece)
-            if common == box and (at := _find_run(common, piece)) is not None:
-                return self._read(piece, at, math.prod(box[1]) * self.itemsize)
-        buffer = bytearray(math.prod(box[1]) * self.itemsize)
-        for piece in self.pieces:
-            common = _intersect(box, piece)
-            if common is not None:
-                self._copy(piece, common, box, buffer)
+        length = math.prod(box[1]) * self.itemsize
+        parts = [(piece, common) for piece in self.pieces if (common := _intersect(box, piece))]
+        if len(parts) == 1 and (at := _find_run(box, parts[0][0])) is not None:
+            return self._read(parts[0][0], at, length)
+        buffer = bytearray(length)
+        for piece, common in parts:
+            self._copy(piece, common, box, buffer)
         return buffer
 
     def _copy(self, piece: _Piece, common: Box, box: Box, buffer: bytearray) -> None:
@@ -210,15 +231,12 @@ class _Source:
 
     def _read(self, piece: _Piece, element: int, length: int) -> bytes:
         offset = piece.offset + element * self.itemsize
-        data = os.pread(piece.descriptor, length, offset)
-        while len(data) < length:
-            more = os.pread(piece.descriptor, length - len(data), offset + len(data))
-            if not more:
-                raise CorruptCheckpointError(
-                    f"{self.reader.path}: expected {length} bytes at offset {offset} of {piece.name} for"
-                    f" {self.spec.fqn!r}, found {len(data)}; the file is cut short"
-                )
-            data += more
+        data = self.files.read(piece.file, offset, length)
+        if len(data) < length:
+            raise CorruptCheckpointError(
+                f"{self.reader.path}: expected {length} bytes at offset {offset} of {piece.file} for"
+                f" {self.spec.fqn!r}, found {len(data)}; the file is cut short"
+            )
         return data
 
 
