@@ -7,14 +7,18 @@ found and what to do. Where several things are wrong, all of them are in `proble
 
 from __future__ import annotations
 
+import errno
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
 ProblemKind = Literal[
     "missing_file",
     "short_file",
+    "long_file",
     "bad_header",
     "missing_tensor",
     "unexpected_tensor",
@@ -62,12 +66,32 @@ class CheckpointError(Exception):
     """Base of every error that this project raises on purpose."""
 
     def __init__(self, message: str, *, problems: Iterable[Problem] = ()) -> None:
-        """Keep every problem, and list the first 20 under the message."""
+        """Keep every problem; under the message, list the first 20 of each kind and the counts."""
+        self.message = message
         self.problems = tuple(problems)
-        lines = [message, *(f"  - {problem}" for problem in self.problems[:_SHOWN])]
-        if len(self.problems) > _SHOWN:
-            lines.append(f"  ... and {len(self.problems) - _SHOWN} more")
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([message, *_list_by_kind(self.problems)]))
+
+    def on_rank(self, rank: int) -> Self:
+        """The same error, saying on which rank of the process group it began."""
+        return type(self)(f"rank {rank}: {self.message}", problems=self.problems)
+
+    def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[object, ...]]:
+        return _rebuild, (type(self), self.message, self.problems)
+
+
+def _list_by_kind(problems: tuple[Problem, ...]) -> list[str]:
+    lines: list[str] = []
+    for kind in dict.fromkeys(problem.kind for problem in problems):
+        same = [problem for problem in problems if problem.kind == kind]
+        lines.append(f"  {kind.replace('_', ' ')} ({len(same)}):")
+        lines += [f"    - {problem}" for problem in same[:_SHOWN]]
+        if len(same) > _SHOWN:
+            lines.append(f"    ... and {len(same) - _SHOWN} more")
+    return lines
+
+
+def _rebuild(kind: type[CheckpointError], message: str, problems: tuple[Problem, ...]) -> CheckpointError:
+    return kind(message, problems=problems)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -93,6 +117,10 @@ class KeyMismatchError(CheckpointError, RuntimeError):
     """Keys, shapes or dtypes differ from those that were asked for."""
 
 
+class VerificationError(CheckpointError, ValueError):
+    """What was written is not what the source holds; it was not published."""
+
+
 class ConfigError(CheckpointError, ValueError):
     """An option or a combination of options is impossible."""
 
@@ -101,6 +129,10 @@ class TargetError(CheckpointError, FileExistsError):
     """The place to write to is taken, locked, or the source itself."""
 
     __str__ = Exception.__str__
+
+
+class LockHeldError(TargetError):
+    """Another writer is at work on the same target."""
 
 
 class SpaceError(CheckpointError, OSError):
@@ -115,3 +147,30 @@ class SaveError(CheckpointError, RuntimeError):
 
 class LoadError(CheckpointError, RuntimeError):
     """A load failed; the model may have been changed only if the message says so."""
+
+
+@contextmanager
+def translate_os_errors(path: Path, failure: str) -> Iterator[None]:
+    """Turn what the operating system says while writing into an error of this family.
+
+    Args:
+        path: What the caller was working on; the message begins with it.
+        failure: What did not work, such as "cannot be written".
+
+    Raises:
+        SpaceError: The file system is full, or a quota or size limit is reached.
+        SaveError: The storage reports an error.
+        TargetError: Anything else: permissions, a read-only file system, a file in the way.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        about = "" if error.filename is None else f": {error.filename}"
+        message = f"{path}: {failure} ({error.strerror}{about})"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise SpaceError(f"{message}; free some space, or choose another place, and try again") from error
+        if error.errno == errno.EIO:
+            raise SaveError(f"{message}; the storage reports an error") from error
+        raise TargetError(f"{message}; check the permissions, or choose another place") from error

@@ -7,12 +7,17 @@ the metadata says is checked by `check()`, and where a chunk's elements lie is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_core.errors import Problem
-from ckpt_core.layout import CheckpointLayout
+from ckpt_core.adapter import AdapterReader
+from ckpt_core.dcp_reader import DcpReader
+from ckpt_core.errors import LayoutError, Problem
+from ckpt_core.layout import CheckpointLayout, detect_layout
+from ckpt_core.safetensors_reader import SafetensorsReader
+from ckpt_core.sharded_reader import ShardedSafetensorsReader
 from ckpt_core.spec import Chunk, ObjectSpec, TensorData, TensorSpec
 
 
@@ -34,7 +39,7 @@ class CheckpointReader(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Every tensor by stored FQN, in stored order."""
+        """Every tensor by stored FQN, in stored order; chunks without elements are left out."""
 
     @property
     def objects(self) -> Mapping[str, ObjectSpec]:
@@ -49,3 +54,33 @@ class CheckpointReader(Protocol):
 
     def locate(self, spec: TensorSpec, chunk: Chunk) -> TensorData:
         """Find the elements of `chunk`; reads at most the chunk's own header."""
+
+
+_READERS: Mapping[CheckpointLayout, Callable[[Path], CheckpointReader]] = {
+    CheckpointLayout.DCP: DcpReader,
+    CheckpointLayout.SAFETENSORS: SafetensorsReader,
+    CheckpointLayout.SAFETENSORS_SHARDED: ShardedSafetensorsReader,
+    CheckpointLayout.ADAPTER: AdapterReader,
+}
+"""A new layout is one reader and one line here."""
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+    """Open the one checkpoint at or below `path`, whatever its layout; reads metadata only.
+
+    Args:
+        path: Anything that `ckpt_core.layout.detect_layout` finds its way from.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        LayoutError: No layout that can be read, or several candidates; the message lists them.
+        CorruptCheckpointError, UnsafePickleError: The metadata cannot be used.
+    """
+    detected = detect_layout(path)
+    reader = _READERS.get(detected.layout)
+    if reader is None:
+        raise LayoutError(
+            f"{detected.path}: expected {', '.join(_READERS)}, found pickled {detected.layout} files,"
+            " which are not read here; save them as safetensors first"
+        )
+    return reader(detected.path)

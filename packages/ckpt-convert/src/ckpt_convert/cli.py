@@ -1,0 +1,132 @@
+"""The `ckpt-convert` command.
+
+Exit codes: 0 done and verified (or, as asked, not verified), 1 the result differs from the
+source and was not published, 2 bad input or usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt_convert.plan import ConversionPlan
+    from ckpt_convert.report import ConversionReport
+
+EXIT_DONE, EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command on `arguments` (those of the process by default); return its exit code."""
+    _spell_out_what_cannot_be_printed()
+    options = _build_parser().parse_args(arguments)
+    # Only now: help and usage errors answer at once.
+    from ckpt_core.errors import CheckpointError, VerificationError  # noqa: PLC0415
+
+    try:
+        _run(options)
+    except KeyboardInterrupt:
+        print(f"ckpt-convert: interrupted; nothing was published at {options.dst}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except CheckpointError as error:
+        print(f"ckpt-convert: {error}", file=sys.stderr)
+        return EXIT_DIFFERS if isinstance(error, VerificationError) else EXIT_USAGE
+    except OSError as error:
+        print(f"ckpt-convert: {error.filename or options.src}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_USAGE
+    return EXIT_DONE
+
+
+def _spell_out_what_cannot_be_printed() -> None:
+    """Names are any Unicode, terminals and pipes are not; a message must never fail for that."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ckpt-convert",
+        description="Convert a distributed checkpoint into what Hugging Face loaders open, bit for bit, "
+        "streaming from file to file. The result appears whole or not at all.",
+        epilog="Exit codes: 0 done and verified, 1 verification failed, 2 bad input or usage, 130 interrupted.",
+    )
+    parser.add_argument("src", metavar="SRC", help="checkpoint to read, at any level of its directories")
+    parser.add_argument("dst", metavar="DST", help="directory to write: absent or empty")
+    parser.add_argument("--to", choices=["safetensors"], default="safetensors", help="layout to write")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="tensors in a file (default: 5GB)")
+    parser.add_argument("--assets", metavar="DIR", help="where config and tokenizer are, if not beside the source")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result at DST")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="do not read the result back and compare it")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads that copy (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print the plan or report as JSON")
+    loudness = parser.add_mutually_exclusive_group()
+    loudness.add_argument("-q", "--quiet", action="store_true", help="no progress, and warnings only")
+    loudness.add_argument("-v", "--verbose", action="store_true", help="print the plan first, and every name")
+    parser.add_argument("--version", action=_VersionAction, nargs=0, help="print the version and exit")
+    return parser
+
+
+class _VersionAction(argparse.Action):
+    """Looks the version up only when it is asked for, which takes as long as all of the help."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        print(f"ckpt-convert {version('ckpt-convert')}")
+        parser.exit()
+
+
+def _run(options: argparse.Namespace) -> None:
+    from ckpt_core.staging import require_free_space  # noqa: PLC0415
+
+    from ckpt_convert.byte_sizes import parse_size  # noqa: PLC0415
+    from ckpt_convert.execute import execute_plan  # noqa: PLC0415
+    from ckpt_convert.plan import plan_conversion  # noqa: PLC0415
+
+    plan = plan_conversion(
+        options.src,
+        options.dst,
+        to=options.to,
+        max_shard_size=parse_size(options.max_shard_size),
+        assets=options.assets,
+        overwrite=options.overwrite,
+    )
+    if options.dry_run:
+        require_free_space(plan.target, plan.disk_needed)
+        _print_result(plan, plan, options)
+        return
+    if options.verbose and not options.json:
+        print(plan)
+    verify = not options.no_verify
+    with _show_progress(plan.nbytes * (1 + verify), quiet=options.quiet) as progress:
+        report = execute_plan(plan, verify=verify, threads=options.threads, progress=progress)
+    _print_result(report, plan, options)
+
+
+def _print_result(result: ConversionPlan | ConversionReport, plan: ConversionPlan, options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(result.to_json(), indent=2))
+    elif options.quiet:
+        print(*(f"ckpt-convert: warning: {text}\n" for text in plan.warnings), sep="", end="", file=sys.stderr)
+    else:
+        print(result)
+        if options.verbose:
+            print(*plan.names.list_all(), sep="\n")
+
+
+@contextmanager
+def _show_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
+    if quiet or not sys.stderr.isatty():
+        yield bool
+        return
+    from tqdm import tqdm  # noqa: PLC0415
+
+    with tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, leave=False) as bar:
+        yield bar.update

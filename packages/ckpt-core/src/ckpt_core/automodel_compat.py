@@ -1,0 +1,322 @@
+"""Everything that differs between nemo_automodel releases, or is private in them.
+
+Releases 0.5 to 0.7 moved `_should_write_hf_metadata` from a method to a function, added
+arguments to the state wrappers, and left several things that a manager needs without a
+public name. They are resolved here, once; `manager` states policy in these terms only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from nemo_automodel.components.checkpoint import checkpointing as _checkpointing
+from nemo_automodel.components.checkpoint import stateful_wrappers as _wrappers
+from nemo_automodel.components.checkpoint._backports.filesystem import SerializationFormat
+from nemo_automodel.components.checkpoint.addons import ConsolidatedHFAddon, PeftAddon
+from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
+from torch import nn
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, KeyMismatchError, Problem
+from ckpt_core.key_mapping import strip_wrapper_prefixes
+from ckpt_core.layout import CheckpointLayout, detect_layout
+from ckpt_core.reader import open_checkpoint
+
+__all__ = [
+    "HF_HUB_CACHE",
+    "Checkpointer",
+    "CheckpointingConfig",
+    "clear_plan_caches",
+    "find_tied_head",
+    "has_accelerator",
+    "has_lora",
+    "is_real",
+    "make_addons",
+    "make_config",
+    "model_device",
+    "model_state_dict",
+    "native_names",
+    "normalize_options",
+    "optimizer_state_dict",
+    "require_base_keys",
+    "require_optimizer_path",
+    "resolve_base_model",
+    "stored_namings",
+    "transient_buffers",
+]
+
+_ADAPTER_OPTIONS = ("v4_compatible", "legacy_paramwrapper_layout")
+
+
+def is_real(checkpointer: object) -> bool:
+    """Whether `checkpointer` is nemo_automodel's, and not a double that writes nothing."""
+    return isinstance(checkpointer, Checkpointer)
+
+
+def call_supported(function: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401  the callee's types
+    """Call `function` with those of `options` that this release's signature names."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return function(*args, **{name: value for name, value in options.items() if takes_all or name in parameters})
+
+
+def make_config(**options: object) -> CheckpointingConfig:
+    """Create a configuration with the manager's defaults.
+
+    Args:
+        options: Fields, in the form that `normalize_options` gives them.
+    """
+    defaults = {"model_save_format": "safetensors", "save_consolidated": False, "dequantize_base_checkpoint": False}
+    options = defaults | options
+    if isinstance(options["model_save_format"], SerializationFormat):
+        # The constructor takes the string only.
+        options["model_save_format"] = options["model_save_format"].value
+    return CheckpointingConfig(**options)
+
+
+def normalize_options(options: Mapping[str, object]) -> dict[str, object]:
+    """Bring configuration values into the form that `CheckpointingConfig` stores.
+
+    Setting a field on an existing configuration skips `__post_init__`, and a plain `True`
+    for `save_consolidated` then matches none of the enum's members: nothing is consolidated.
+
+    Raises:
+        ConfigError: If this release knows no such field, or not this value.
+    """
+    return {name: _normalize_option(name, value) for name, value in options.items()}
+
+
+def _normalize_option(name: str, value: object) -> object:
+    known = {field.name for field in dataclasses.fields(CheckpointingConfig)}
+    if name not in known:
+        raise ConfigError(f"unknown checkpointing option {name!r}; this nemo_automodel knows {sorted(known)}")
+    if name == "model_save_format":
+        return _save_format(value)
+    if name == "save_consolidated":
+        try:
+            return CheckpointingConfig(save_consolidated=value).save_consolidated
+        except ValueError as error:
+            raise ConfigError(f"save_consolidated={value!r}: {error}") from None
+    return value
+
+
+def _save_format(value: object) -> SerializationFormat:
+    text = value.value if isinstance(value, SerializationFormat) else value
+    for member in SerializationFormat:
+        if isinstance(text, str) and text.lower() == member.value:
+            return member
+    known = [member.value for member in SerializationFormat]
+    raise ConfigError(f"model_save_format={value!r} is not one of {known}")
+
+
+def make_addons(config: CheckpointingConfig) -> list[object]:
+    """Build the list that `Checkpointer.__init__` would build for `config`."""
+    writes_hf = config.model_save_format == SerializationFormat.SAFETENSORS and not config.is_peft
+    addons: list[object] = [ConsolidatedHFAddon()] if writes_hf else []
+    return [*addons, PeftAddon()] if config.is_peft else addons
+
+
+def clear_plan_caches() -> None:
+    """Forget the save plans that DCP keeps for the whole process.
+
+    A plan cached for one format breaks the next save in the other one, and in some
+    releases even a save by another Checkpointer.
+    """
+    for name, value in vars(SavePlanner).items():
+        if name.startswith("_cached_") and isinstance(value, dict):
+            value.clear()
+
+
+def has_accelerator() -> bool:
+    """Whether there is a device to stage asynchronous saves from."""
+    return torch.accelerator.is_available()
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether any trainable parameter belongs to an adapter."""
+    return any("lora_" in name and parameter.requires_grad for name, parameter in model.named_parameters())
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the parameters are or, while they are on meta, where they should go."""
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def model_state_dict(model: nn.Module, *, is_peft: bool, is_init_step: bool = False, moe: bool = False) -> Any:  # noqa: ANN401
+    """The state dict under native names, as the Checkpointer would start from.
+
+    With PEFT this is a collective; the tensors are then on rank 0 only.
+    """
+    state = call_supported(
+        _wrappers.ModelState, model, is_peft=is_peft, is_init_step=is_init_step, has_expert_parallelism=moe
+    )
+    return state.state_dict()
+
+
+def stored_namings(model: nn.Module, held: Any, config: Any, moe_mesh: Any) -> list[Any]:  # noqa: ANN401
+    """Name a native state dict as it is stored, and then as the library can also read it.
+
+    Classes with an adapter store experts one by one, and adapters of experts in more than
+    one way; which one is told by the configuration on a save, and by the files on a load.
+    """
+    adapter = getattr(_unwrap_ddp(model), "state_dict_adapter", None)
+    if not adapter:
+        return [_drop_extra_state(held, config)]
+    options = {name: getattr(config, name) for name in _ADAPTER_OPTIONS if hasattr(config, name)}
+    variants = [options]
+    if config.is_peft and "v4_compatible" in options:
+        variants.append(options | {"v4_compatible": not options["v4_compatible"]})
+    return [_drop_extra_state(_adapt(adapter, dict(held), moe_mesh, variant), config) for variant in variants]
+
+
+def _adapt(adapter: Any, held: Any, moe_mesh: Any, options: Mapping[str, object]) -> Any:  # noqa: ANN401
+    return adapter.to_hf(
+        held, exclude_key_regex=r".*_extra_state.*", quantization=False, device_mesh=moe_mesh, **options
+    )
+
+
+def _drop_extra_state(state_dict: Any, config: Any) -> Any:  # noqa: ANN401
+    # Safetensors hold no module metadata; the Checkpointer leaves it out of them.
+    if config.model_save_format != SerializationFormat.SAFETENSORS:
+        return state_dict
+    return {name: value for name, value in state_dict.items() if not name.endswith("_extra_state")}
+
+
+def native_names(model: nn.Module) -> frozenset[str]:
+    """Names of `model.state_dict()` without the prefixes of wrappers."""
+    return frozenset(_wrappers.get_model_state_dict(model))
+
+
+def optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object, *, is_peft: bool, moe: bool
+) -> Any:  # noqa: ANN401
+    """The nested state dict that the Checkpointer saves under `optim/`.
+
+    An optimizer that has not stepped yet gets zero state by this, as on a real save.
+    """
+    state = call_supported(
+        _wrappers.OptimizerState, model, optimizer, scheduler, is_peft=is_peft, has_expert_parallelism=moe
+    )
+    return state.state_dict()
+
+
+def find_tied_head(model: nn.Module) -> tuple[str, str | None] | None:
+    """Name of the output head that the configuration ties to the input embedding.
+
+    Returns:
+        `(head, embedding)` by native names, `embedding` None while the two are no longer
+        one parameter; None for a model that ties nothing.
+    """
+    state = _wrappers.ModelState(model)
+    head = getattr(state, "lm_head_param_name", None)
+    if not state.uses_tied_lm_head or not isinstance(head, str):
+        return None
+    if not getattr(state, "has_local_tied_lm_head", False):
+        return head, None
+    return head, _embedding_name(model, head)
+
+
+def _embedding_name(model: nn.Module, head: str) -> str | None:
+    embeddings = getattr(_unwrap_ddp(model), "get_input_embeddings", lambda: None)()
+    weight = getattr(embeddings, "weight", None)
+    names = (_strip(name) for name, p in model.named_parameters(remove_duplicate=False) if p is weight)
+    return next((name for name in names if name != head), None)
+
+
+def transient_buffers(model: nn.Module) -> frozenset[str]:
+    """Names of the buffers that no state dict holds."""
+    names = (
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set  # noqa: SLF001  torch has no public name for it
+    )
+    return frozenset(_strip(name) for name in names)
+
+
+def require_optimizer_path(path: str, *, is_peft: bool) -> None:
+    """Refuse an adapter's optimizer path that release 0.5 would take for a model path.
+
+    Raises:
+        ConfigError: If the installed release looks for `/model` anywhere in the path.
+    """
+    if is_peft and "/model" in path and not hasattr(_checkpointing, "_is_model_checkpoint_path"):
+        raise ConfigError(
+            f"{path}: this nemo_automodel takes every path with '/model' in it for model weights, and would write "
+            "the optimizer of an adapter as an adapter; use a path without '/model' or release 0.6 or later"
+        )
+
+
+def resolve_base_model(model_name: str, cache_dir: str | None) -> tuple[str, str]:
+    """Find the directory of a base model.
+
+    Args:
+        model_name: A local directory, or a Hugging Face repository id that is in the cache.
+        cache_dir: The hub cache; None for the default one.
+
+    Returns:
+        `(directory of the weights, cache directory)`.
+
+    Raises:
+        CheckpointNotFoundError: If neither is there; nothing is downloaded.
+    """
+    cache = cache_dir or HF_HUB_CACHE
+    if Path(model_name).exists():
+        return model_name, cache
+    found = _checkpointing._get_hf_safetensors_reference_path(cache, model_name)  # noqa: SLF001  no public name
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"base model {model_name!r} is neither a directory nor in the hub cache {cache}; "
+            "download it first, or pass hf_cache_dir"
+        )
+    return found, cache
+
+
+def require_base_keys(model: nn.Module, path: str, *, is_peft: bool) -> None:
+    """Refuse a base model that lacks parameters of `model`; releases before 0.7 leave them random.
+
+    Only where the names on disk are those of the model can this be told from names alone;
+    a class that converts names or merges tensors is left to the library's own check.
+
+    Raises:
+        KeyMismatchError: With every name that is missing.
+    """
+    inner = _unwrap_ddp(model)
+    model_type = getattr(getattr(inner, "config", None), "model_type", None)
+    converts = getattr(inner, "state_dict_adapter", None) or getattr(inner, "_checkpoint_conversion_mapping", None)
+    if converts or (model_type and _checkpointing.requires_tensor_merging(model_type)):
+        return
+    stored = _base_names(Path(path))
+    if stored is None:
+        return
+    wanted = set(model_state_dict(model, is_peft=is_peft, is_init_step=True))
+    tied = find_tied_head(model)
+    prefix = f"{getattr(inner, 'base_model_prefix', '')}."
+    known = stored | {f"{prefix}{name}" for name in stored} | ({tied[0]} if tied else set())
+    missing = sorted(wanted - known)
+    if missing:
+        problems = [Problem("missing_tensor", name, "in the model, not in the base model") for name in missing]
+        raise KeyMismatchError(f"{path}: does not hold all parameters of the model", problems=problems)
+
+
+def _base_names(path: Path) -> set[str] | None:
+    layout = detect_layout(path).layout
+    if layout is not CheckpointLayout.SAFETENSORS:
+        return None
+    return set(open_checkpoint(path).tensors)
+
+
+def _unwrap_ddp(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _strip(name: str) -> str:
+    return strip_wrapper_prefixes(name)

@@ -1,0 +1,145 @@
+"""The directories that one save writes: staged together, published one after the other.
+
+A save writes `model/` and perhaps `optim/` and a tokenizer's directory, at places that
+need not share a parent. Each is staged beside its target. When all are complete they get
+records with one save id and are published, the model last, so that a crash between two of
+them leaves ids that do not match, which a load refuses.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from ckpt_core.errors import CheckpointError, SaveError
+from ckpt_core.key_check import NamedState
+from ckpt_core.reader import open_checkpoint
+from ckpt_core.record import RECORD_NAME, CheckpointRecord, TensorRecord, measure_files, read_record, write_record
+from ckpt_core.staging import Stage, open_stage
+
+PartName = Literal["optim", "tokenizer", "model"]
+"""Parts in the order in which they are published."""
+
+_ORDER: tuple[PartName, ...] = ("optim", "tokenizer", "model")
+
+
+@dataclass(slots=True)
+class SaveSet:
+    """The stages of one save, held by the rank that publishes."""
+
+    targets: Mapping[PartName, Path]
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _stages: dict[PartName, Stage] = field(default_factory=dict)
+
+    def open(self) -> dict[PartName, str]:
+        """Lock every target and create its stage; return where to write each part.
+
+        Raises:
+            TargetError: If a target is locked, is a file, or cannot be written.
+        """
+        try:
+            for name, target in self.targets.items():
+                self._stages[name] = open_stage(target, replace=True)
+        except BaseException:
+            self.discard()
+            raise
+        return {name: str(stage.path) for name, stage in self._stages.items()}
+
+    def complete(self, states: Mapping[PartName, NamedState]) -> None:
+        """Check what was staged and write the records; nothing is visible yet.
+
+        Args:
+            states: What each part was asked to store, by stored name.
+
+        Raises:
+            SaveError: If a stage does not hold what it should.
+        """
+        for name, stage in self._stages.items():
+            if name == "tokenizer":
+                _write_record(stage.path, NamedState({}), self.save_id)
+                continue
+            _lift(stage.path, name)
+            _rewrite_paths(stage)
+            _check_staged(stage.path, states[name])
+            _write_record(stage.path, states[name], self.save_id)
+
+    def publish(self) -> None:
+        """Put every part at its target: optimizer, tokenizer, model."""
+        for name in _ORDER:
+            stage = self._stages.get(name)
+            if stage is None:
+                continue
+            if name == "tokenizer" and not _is_replaceable(stage.target):
+                _publish_files(stage)
+            else:
+                stage.publish()
+
+    def discard(self) -> None:
+        """Remove what is not published; targets keep what they held."""
+        for stage in self._stages.values():
+            if stage.is_open:
+                stage.discard()
+
+
+def _lift(stage: Path, name: str) -> None:
+    """Move `stage/name/*` up, because the writer appends the last component itself."""
+    inner = stage / name
+    if not inner.is_dir():
+        raise SaveError(f"{inner}: expected what the Checkpointer wrote, found nothing; nothing was published")
+    # A file in the directory may have the directory's own name.
+    moved = inner.rename(stage / f".{name}.staged")
+    for entry in sorted(moved.iterdir()):
+        entry.rename(stage / entry.name)
+    moved.rmdir()
+
+
+def _rewrite_paths(stage: Stage) -> None:
+    """Let the consolidation script name the directory that people will find it in."""
+    script = stage.path / "consolidate.sh"
+    if script.is_file():
+        text = script.read_text(encoding="utf-8")
+        staged = str(stage.path / stage.target.name)
+        script.write_text(text.replace(staged, str(stage.target)), encoding="utf-8")
+
+
+def _check_staged(stage: Path, state: NamedState) -> None:
+    try:
+        reader = open_checkpoint(stage)
+        problems = [problem for problem in reader.check() if problem.severity == "error"]
+    except CheckpointError as error:
+        raise SaveError(f"{stage}: what was written cannot be read back: {error}") from error
+    if problems:
+        raise SaveError(f"{stage}: what was written is incomplete; nothing was published", problems=problems)
+    lost = sorted(state.tensors.keys() - reader.tensors.keys())
+    if lost:
+        raise SaveError(f"{stage}: {len(lost)} tensors were not written, such as {lost[0]!r}; nothing was published")
+
+
+def _write_record(directory: Path, state: NamedState, save_id: str) -> None:
+    tensors = {name: TensorRecord(entry.dtype, entry.shape) for name, entry in state.tensors.items()}
+    record = CheckpointRecord(version("ckpt-core"), measure_files(directory), tensors, save_id=save_id)
+    write_record(directory, record)
+
+
+def _is_replaceable(target: Path) -> bool:
+    """Whether a tokenizer's directory holds nothing but an earlier save's files."""
+    if not target.is_dir():
+        return True
+    record = read_record(target)
+    known = set(record.files) if record else set()
+    return measure_files(target).keys() <= known
+
+
+def _publish_files(stage: Stage) -> None:
+    """Move a tokenizer's files into a directory that holds other things as well, the record last."""
+    stage.sync()
+    for entry in sorted(stage.path.iterdir(), key=lambda path: path.name == RECORD_NAME):
+        if entry.is_dir() and (stage.target / entry.name).is_dir():
+            shutil.rmtree(stage.target / entry.name)
+        entry.replace(stage.target / entry.name)
+    stage.discard()

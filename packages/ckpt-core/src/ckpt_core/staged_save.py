@@ -1,0 +1,156 @@
+"""One save by all ranks: checked, staged, completed, published.
+
+Rank 0 owns the directories; every rank writes its shards into them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_core import automodel_compat as compat
+from ckpt_core.collective import Step, agree, combine, is_rank_zero, on_rank_zero
+from ckpt_core.errors import ConfigError, KeyMismatchError, SaveError
+from ckpt_core.key_check import NamedState, compare_requested
+from ckpt_core.key_mapping import strip_wrapper_prefixes
+from ckpt_core.live_state import check_plan
+from ckpt_core.model_state import StateDescription, describe_training, merge_descriptions
+from ckpt_core.save_set import PartName, SaveSet
+from ckpt_core.training_state import TrainingState, WritePaths
+
+
+def part_directory(path: str | os.PathLike[str], part: PartName) -> Path:
+    """Directory of a part: `path` itself if it ends in the part's name, else below it.
+
+    Saving and loading use the same rule, so that what was saved is found.
+    """
+    normal = Path(os.path.normpath(path))
+    return normal if normal.name == part else normal / part
+
+
+class StagedSave:
+    """A save that is under way; every rank has one."""
+
+    def __init__(self, checkpointer: Any, state: TrainingState, requested: Sequence[str] | None) -> None:  # noqa: ANN401
+        """Prepare; nothing is written yet.
+
+        Args:
+            checkpointer: nemo_automodel's, configured for this save.
+            state: What to save.
+            requested: Keys that the checkpoint must have; None for those of the model.
+        """
+        self._checkpointer = checkpointer
+        self._state = state
+        self._requested = requested
+        self._set: SaveSet | None = None
+        self._expected: dict[PartName, NamedState] = {}
+        self._where = Path()
+
+    def start(self, paths: WritePaths) -> None:
+        """Check the state, open the stages and let every rank write; collective.
+
+        With an asynchronous Checkpointer this returns when the state is copied.
+
+        Raises:
+            ConfigError: If an adapter is saved without its configuration or parameters.
+            KeyMismatchError: If the keys are not those that were requested.
+            SaveError: If the chunks of all ranks do not tile every tensor, or writing failed.
+        """
+        self._where = part_directory(paths.model, "model")
+        self._expected = combine(
+            Step(f"{self._where}: the state cannot be described", SaveError),
+            self._describe,
+            self._judge,
+        )
+        staged = on_rank_zero(Step(f"{self._where}: cannot be staged", SaveError), lambda: self._open(paths))
+        try:
+            agree(Step(f"{self._where}: writing failed, nothing was published", SaveError), lambda: self._write(staged))
+        except BaseException:
+            self._discard()
+            raise
+
+    def publish(self) -> None:
+        """Wait for the writing, prove that it is complete and put it in place; collective.
+
+        Raises:
+            SaveError: If it is not complete; what stood there before is untouched.
+        """
+        try:
+            agree(
+                Step(f"{self._where}: writing failed, nothing was published", SaveError),
+                lambda: self._checkpointer.async_wait() if self._checkpointer.config.is_async else None,
+            )
+            on_rank_zero(Step(f"{self._where}: cannot be published", SaveError), self._publish)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _describe(self) -> StateDescription:
+        if self._checkpointer.config.is_peft:
+            self._require_adapter()
+        return describe_training(self._checkpointer, self._state)
+
+    def _require_adapter(self) -> None:
+        if self._state.peft_config is None:
+            raise ConfigError(f"{self._where}: an adapter is saved with its peft_config, found None; pass peft_config")
+        if not compat.has_lora(self._state.model):
+            raise ConfigError(
+                f"{self._where}: expected trainable LoRA parameters to save, the model has none; "
+                "save it without lora_enabled and is_peft"
+            )
+
+    def _judge(self, parts: Sequence[StateDescription]) -> dict[PartName, NamedState]:
+        live = merge_descriptions(parts)
+        problems = check_plan(live.stored) + (check_plan(live.optimizer) if live.optimizer else [])
+        if problems:
+            raise SaveError(
+                f"{self._where}: the chunks of all ranks do not hold every element exactly once, so the checkpoint "
+                "could not be read; nothing was written. Shard the tensor evenly, or over one mesh dimension",
+                problems=problems,
+            )
+        if self._requested is not None:
+            differing = compare_requested(
+                self._requested, live.native, live.stored.named.names, live.rules, strip_wrapper_prefixes
+            )
+            if differing:
+                raise KeyMismatchError(
+                    f"{self._where}: the model's keys are not model_state_dict_keys; nothing was written",
+                    problems=differing,
+                )
+        states: dict[PartName, NamedState] = {"model": live.stored.named}
+        return states | ({"optim": live.optimizer.named} if live.optimizer else {})
+
+    def _open(self, paths: WritePaths) -> WritePaths:
+        targets: dict[PartName, Path] = {"model": self._where}
+        if paths.optim is not None and self._state.optimizer is not None:
+            targets["optim"] = part_directory(paths.optim, "optim")
+            compat.require_optimizer_path(str(targets["optim"]), is_peft=self._checkpointer.config.is_peft)
+        if paths.tokenizer is not None and self._state.tokenizer is not None:
+            targets["tokenizer"] = Path(paths.tokenizer)
+        self._set = SaveSet(targets)
+        staged = self._set.open()
+        return WritePaths(staged["model"], staged.get("optim"), staged.get("tokenizer"))
+
+    def _write(self, staged: WritePaths) -> None:
+        config = self._checkpointer.config
+        keys = config.model_state_dict_keys
+        # A rank knows only its own experts; the consolidated index needs the names of all.
+        config.model_state_dict_keys = sorted(self._expected["model"].names)
+        try:
+            self._state.write(self._checkpointer, staged)
+            if config.is_async:
+                self._checkpointer.maybe_wait_for_staging()
+        finally:
+            config.model_state_dict_keys = keys
+
+    def _publish(self) -> None:
+        if self._set is None:
+            raise SaveError(f"{self._where}: publishing before anything was staged")
+        self._set.complete(self._expected)
+        self._set.publish()
+
+    def _discard(self) -> None:
+        if is_rank_zero() and self._set is not None:
+            self._set.discard()

@@ -1,0 +1,254 @@
+"""Write a directory beside its target, then publish it whole.
+
+`open_stage` locks the target and makes an empty directory beside it; `Stage.publish` makes
+that directory durable and puts it in the target's place. `ckpt_core.publication` has the
+names and the renames. `recover` finishes or undoes what a kill left.
+
+There are no collectives here. In a process group one rank stages and publishes, the others
+write into `Stage.path`, and the caller provides the barriers between.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt_core.errors import LockHeldError, SaveError, SpaceError, TargetError, translate_os_errors
+from ckpt_core.file_lock import FileLock
+from ckpt_core.publication import (
+    Places,
+    Recovery,
+    clear_previous,
+    make_parents,
+    recover_places,
+    remove_tree,
+    replace_target,
+    sync_directory,
+    sync_tree,
+)
+
+
+class Stage:
+    """A directory that is being written, and the lock that keeps other writers away.
+
+    Ends with exactly one of `publish`, `keep` or `discard`.
+    """
+
+    def __init__(self, places: Places, lock: FileLock, *, replace: bool) -> None:
+        """Take over a created stage; use `open_stage`."""
+        self._places = places
+        self._lock = lock
+        self._replace = replace
+        self._is_published = False
+
+    @property
+    def target(self) -> Path:
+        """Where the directory will stand: absolute, links resolved."""
+        return self._places.target
+
+    @property
+    def path(self) -> Path:
+        """Where to write, absolute."""
+        return self._places.partial
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the stage is neither published, kept nor discarded."""
+        return self._lock.is_held
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the target holds what was staged, even if `publish` was interrupted after that."""
+        return self._is_published
+
+    def sync(self) -> None:
+        """Make every file and directory of the stage durable.
+
+        Raises:
+            SaveError: A file could not be written out; the target is untouched.
+            SpaceError: The file system is full.
+        """
+        with translate_os_errors(self.path, "cannot be made durable"):
+            sync_tree(self.path)
+
+    def publish(self) -> None:
+        """Make the stage durable and put it at the target, whole.
+
+        On an error before `is_published` the target holds what it held before, and the stage
+        stays open.
+
+        Raises:
+            TargetError: The target is taken, or the file system refuses to rename.
+            SaveError: The storage failed, or the stage is no longer open.
+            SpaceError: The file system is full.
+        """
+        self._require_open()
+        self.sync()
+        with translate_os_errors(self.target, "cannot be published"):
+            self._put_at_target()
+        self._is_published = True
+        try:
+            with translate_os_errors(self.target, "is published, but its directory cannot be made durable"):
+                sync_directory(self.target.parent)
+            # What is left of the old set now is cleared by the next command.
+            with suppress(OSError):
+                clear_previous(self._places)
+        finally:
+            self._lock.release()
+
+    def _put_at_target(self) -> None:
+        places = self._places
+        if not os.path.lexists(places.target):
+            places.partial.rename(places.target)
+        elif self._replace:
+            replace_target(places)
+        else:
+            raise TargetError(f"{places.target}: appeared while it was being written; nothing was replaced")
+
+    def keep(self) -> None:
+        """Leave the stage where it is, so that `open_stage(..., resume=True)` finds it."""
+        self._require_open()
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Remove the stage; the target is untouched."""
+        self._require_open()
+        with translate_os_errors(self.path, "cannot be removed"):
+            remove_tree(self.path)
+        self._lock.release()
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise SaveError(f"{self.path}: this stage is already published, kept or discarded; open a new one")
+
+
+def open_stage(target: Path, *, replace: bool = False, resume: bool = False) -> Stage:
+    """Lock `target` against other writers and create the directory that will become it.
+
+    Missing parents are created. What an earlier, killed writer left is recovered first.
+
+    Args:
+        target: Directory to write. If it is a link, what it points to is written.
+        replace: Whether a directory that stands at the target may be replaced.
+        resume: Keep what a leftover stage holds instead of starting from nothing.
+
+    Raises:
+        TargetError: The target is taken, a file, a mount point or locked by another writer,
+            or its parent cannot be written.
+    """
+    places = Places.beside(target)
+    with translate_os_errors(places.target, "cannot be written"):
+        # Before anything is made, and again once a recovery may have brought the old set back.
+        _check_target(places.target, replace=replace)
+        make_parents(places.target.parent)
+        lock = FileLock.acquire(places.lock)
+        try:
+            recover_places(places, is_ours=not lock.is_new)
+            _check_target(places.target, replace=replace)
+            if not resume:
+                remove_tree(places.partial)
+            places.partial.mkdir(exist_ok=resume)
+        except BaseException:
+            lock.release()
+            raise
+    return Stage(places, lock, replace=replace)
+
+
+@contextmanager
+def stage_directory(
+    target: Path,
+    *,
+    replace: bool = False,
+    resume: bool = False,
+    keep_on: tuple[type[BaseException], ...] = (),
+) -> Iterator[Stage]:
+    """Open a stage for a `with` block, which publishes it or loses it.
+
+    Args:
+        target: As for `open_stage`.
+        replace: As for `open_stage`.
+        resume: As for `open_stage`.
+        keep_on: Exceptions after which the stage stays for a later resume; after every other
+            one, and when the block ends without publishing, it is removed.
+    """
+    stage = open_stage(target, replace=replace, resume=resume)
+    try:
+        yield stage
+    except keep_on:
+        if stage.is_open:
+            stage.keep()
+        raise
+    finally:
+        if stage.is_open:
+            stage.discard()
+
+
+def recover(target: Path) -> Recovery:
+    """Finish or undo what a killed publication to `target` left; call before reading it.
+
+    A stage that was kept or cut short is not touched. While another writer publishes, and
+    where a leftover may not be removed but the target is there, nothing is done.
+
+    Raises:
+        TargetError: The target is absent and the previous set cannot be put back.
+    """
+    places = Places.beside(target)
+    if not (os.path.lexists(places.old) or os.path.lexists(places.swap)):
+        return Recovery.NOTHING
+    try:
+        lock = FileLock.acquire(places.lock)
+    except LockHeldError:
+        return Recovery.LEFT
+    except OSError as error:
+        return _settle_for_target(places, error)
+    try:
+        return recover_places(places, is_ours=not lock.is_new)
+    except OSError as error:
+        return _settle_for_target(places, error)
+    finally:
+        lock.release()
+
+
+def require_free_space(path: Path, nbytes: int) -> None:
+    """Refuse to begin what the file system of `path` cannot hold.
+
+    Args:
+        path: Where to write; its nearest existing parent decides.
+        nbytes: Bytes that will be written.
+
+    Raises:
+        SpaceError: Fewer bytes are available to this user.
+    """
+    existing = Path(os.path.realpath(path))
+    while not existing.exists():
+        existing = existing.parent
+    usage = shutil.disk_usage(existing)
+    # Some network file systems report no size at all; that says nothing about their space.
+    if usage.total and usage.free < nbytes:
+        raise SpaceError(
+            f"{path}: needs {nbytes:,} bytes, {usage.free:,} are available on the file system of {existing}; "
+            "free some or choose another place"
+        )
+
+
+def _settle_for_target(places: Places, error: OSError) -> Recovery:
+    if os.path.lexists(places.target) or not os.path.lexists(places.old):
+        return Recovery.LEFT
+    raise TargetError(
+        f"{places.target}: a replacement was interrupted and the previous checkpoint is at {places.old}, "
+        f"but it cannot be renamed back ({error.strerror}); rename it yourself"
+    ) from error
+
+
+def _check_target(target: Path, *, replace: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise TargetError(f"{target}: is a file, expected a directory or nothing; choose another target")
+    if not replace:
+        raise TargetError(f"{target}: already exists; remove it, choose another target or ask to replace it")
+    if target.is_mount():
+        raise TargetError(f"{target}: is a mount point, which cannot be replaced; choose a directory in it")

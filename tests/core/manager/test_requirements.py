@@ -1,0 +1,630 @@
+"""What the manager promises beyond the interface, numbered, on one real rank.
+
+ 1  private names of nemo_automodel are never relied on blindly
+ 2  arguments that a release lacks are not passed to it
+ 3  updates are normalized as the constructor does; unknown or impossible ones are refused
+ 4  no CUDA is needed; the default cache is the hub's
+ 5  a base model fills the model, or the load fails
+ 6  nothing of one save decides how the next one is written
+ 7  what a directory holds is told by its content, and two answers are refused
+ 8  a load is checked completely before a parameter changes
+ 9  a save leaves no stale files
+10  formats can alternate in one process
+11  every failure is an Exception, with its cause
+12  an asynchronous save without an accelerator is refused before anything is made
+13  paths of any spelling mean the same in save and load
+14  the tokenizer is written once; keys are enforced
+15  the supported releases are declared
+
+Where a promise is about several ranks, its test of that name is in tests/distributed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ckpt_core import automodel_compat as compat
+from ckpt_core.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    LayoutError,
+    LoadError,
+)
+from ckpt_core.manager import AutomodelCheckpointManager
+from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
+from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.compat
+
+FORMATS = ["torch_save", "safetensors"]
+
+
+class Odd(nn.Module):
+    """Uneven, 0-dim, integer and transient tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(7, 5)
+        self.deep = nn.Linear(5, 3, bias=False)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.register_buffer("count", torch.randint(1, 1000, ()))
+        self.register_buffer("transient", torch.rand(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.deep(self.wide(x)) * self.scale
+        return result
+
+
+class Trained:
+    """A model with an optimizer and a scheduler that have stepped."""
+
+    def __init__(self, seed: int, build: Callable[[], nn.Module] = Odd, steps: int = 2) -> None:
+        torch.manual_seed(seed)
+        self.model = build()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2)
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(torch.linspace(-1, 1, 14).reshape(2, 7)).square().mean()
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss.detach()
+
+    def state(self) -> dict[str, Any]:
+        state = {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+        return copy.deepcopy(state | {"sched": self.scheduler.state_dict()})
+
+
+def _lora() -> nn.Module:
+    model = Odd()
+    apply_lora_to_linear_modules(model, PEFT)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.uniform_(parameter)
+    return model
+
+
+PEFT = PeftConfig(target_modules=["*wide"], dim=2, alpha=4, use_triton=False)
+
+
+def _assert_same(found: object, expected: object) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.fixture
+def manager(mesh: DeviceMesh) -> AutomodelCheckpointManager:
+    manager = AutomodelCheckpointManager(mesh, mesh)
+    manager.init_checkpointer()
+    return manager
+
+
+def _save(manager: AutomodelCheckpointManager, trained: Trained, root: Path, **config: object) -> None:
+    manager.save_checkpoint(
+        trained.model,
+        str(root / "weights"),
+        trained.optimizer,
+        str(root / "optimizer"),
+        trained.scheduler,
+        checkpointing_cfg=config,
+    )
+
+
+def _load(manager: AutomodelCheckpointManager, trained: Trained, root: Path) -> None:
+    manager.load_checkpoint(
+        trained.model, str(root / "weights"), trained.optimizer, str(root / "optimizer"), trained.scheduler
+    )
+
+
+@pytest.mark.parametrize("is_peft", [False, True])
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_requirement_01_addons_are_those_of_a_new_checkpointer(
+    mesh: DeviceMesh, save_format: str, is_peft: bool
+) -> None:
+    manager = AutomodelCheckpointManager(mesh, mesh)
+    manager.init_checkpointer({"model_save_format": "safetensors" if save_format == "torch_save" else "torch_save"})
+    manager.update_checkpointer_config({"model_save_format": save_format, "is_peft": is_peft})
+    config = CheckpointingConfig(model_save_format="safetensors", save_consolidated=False, is_peft=is_peft)
+    config.model_save_format = manager.checkpointer.config.model_save_format
+    fresh = Checkpointer(config, dp_rank=0, tp_rank=0, pp_rank=0)
+    assert [type(a) for a in manager.checkpointer._addons] == [type(a) for a in fresh._addons]
+
+
+def test_requirement_02_arguments_that_a_function_lacks_are_left_out() -> None:
+    def old(a: int, b: int = 0) -> tuple[int, int]:
+        return a, b
+
+    def new(a: int, **rest: int) -> tuple[int, dict[str, int]]:
+        return a, rest
+
+    assert compat.call_supported(old, 1, b=2, c=3) == (1, 2)
+    assert compat.call_supported(new, 1, b=2, c=3) == (1, {"b": 2, "c": 3})
+
+
+@pytest.mark.parametrize("value", [True, "true", "every", "TRUE"])
+def test_requirement_03_consolidation_is_normalized_and_happens(
+    manager: AutomodelCheckpointManager, tmp_path: Path, value: object
+) -> None:
+    trained = Trained(1)
+    _save(manager, trained, tmp_path, model_save_format="safetensors", save_consolidated=value)
+    consolidated = load_file(tmp_path / "weights/model/consolidated/model-00001-of-00001.safetensors")
+    _assert_same(consolidated, dict(trained.model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        {"no_such_option": 1},
+        {"model_save_format": None},
+        {"model_save_format": "FOO"},
+        {"save_consolidated": "sometimes"},
+        {"save_consolidated": None},
+    ],
+)
+def test_requirement_03_impossible_updates_are_refused_and_set_nothing(
+    manager: AutomodelCheckpointManager, mesh: DeviceMesh, updates: dict[str, Any]
+) -> None:
+    before = copy.copy(manager.checkpointer.config)
+    with pytest.raises(ConfigError, match=next(iter(updates))):
+        manager.update_checkpointer_config({"is_peft": True} | updates, "/elsewhere")
+    assert manager.checkpointer.config == before
+    with pytest.raises(ValueError, match=next(iter(updates))):
+        AutomodelCheckpointManager(mesh, mesh).init_checkpointer(updates)
+
+
+def _tiny_llama(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        architectures=["LlamaForCausalLM"],
+    )
+    return LlamaForCausalLM(config)
+
+
+def _cache(root: Path, model: LlamaForCausalLM) -> str:
+    """Lay out a hub cache that holds `model` as org/tiny."""
+    snapshot = root / "models--org--tiny" / "snapshots" / "0123"
+    model.save_pretrained(snapshot)
+    return str(root)
+
+
+def test_requirement_04_a_base_model_is_found_in_the_hub_cache_without_cuda(
+    manager: AutomodelCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = _tiny_llama(seed=1)
+    monkeypatch.setattr(compat, "HF_HUB_CACHE", _cache(tmp_path, base))
+    model = _tiny_llama(seed=2)
+    manager.load_base_model(model, "org/tiny")
+    _assert_same(model.state_dict(), base.state_dict())
+    assert not torch.cuda.is_available()
+
+
+def test_requirement_05_a_model_on_meta_is_filled(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    base = _tiny_llama(seed=1)
+    base.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(base.config)
+    manager.load_base_model(model, str(tmp_path))
+    _assert_same(model.state_dict(), base.state_dict())
+    tokens = torch.arange(8)[None]
+    _assert_same(model.eval()(tokens).logits, base.eval()(tokens).logits)
+
+
+def test_requirement_05_a_base_model_is_loaded_under_an_adapter(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    base = _tiny_llama(seed=1)
+    base.save_pretrained(tmp_path)
+    model = _tiny_llama(seed=2)
+    peft = PeftConfig(target_modules=["*q_proj"], dim=2, alpha=4, use_triton=False)
+    apply_lora_to_linear_modules(model, peft)
+    manager.load_base_model(model, str(tmp_path), peft_init_method="xavier")
+    state = model.state_dict()
+    _assert_same({name: state[name] for name in base.state_dict()}, dict(base.state_dict()))
+    lora_b = [value for name, value in state.items() if "lora_B" in name]
+    assert lora_b
+    assert not any(value.any() for value in lora_b)
+
+
+def test_requirement_05_a_base_model_that_is_not_here_is_named(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="'org/absent'.*" + re.escape(str(tmp_path))):
+        manager.load_base_model(_tiny_llama(), "org/absent", hf_cache_dir=str(tmp_path))
+
+
+def test_requirement_05_a_base_model_that_lacks_parameters_is_refused(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    _tiny_llama(tied=True, seed=1).save_pretrained(tmp_path)
+    model = _tiny_llama(seed=2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyMismatchError, match=r"lm_head\.weight"):
+        manager.load_base_model(model, str(tmp_path))
+    _assert_same(model.state_dict(), before)
+
+
+def test_requirement_06_an_adapter_save_does_not_leak_into_the_next(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    adapter, full = Trained(1, _lora), Trained(2)
+    manager.save_checkpoint(
+        adapter.model, str(tmp_path / "a"), checkpointing_cfg={}, lora_enabled=True, peft_config=PEFT
+    )
+    _save(manager, full, tmp_path / "b")
+    manager.load_checkpoint(adapter.model, str(tmp_path / "a"))
+    _save(manager, full, tmp_path / "c")
+    for root in (tmp_path / "b", tmp_path / "c"):
+        target = Trained(3)
+        _load(manager, target, root)
+        _assert_same(target.state(), full.state())
+
+
+def test_requirement_06_an_adapter_needs_its_configuration_and_parameters(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="peft_config"):
+        manager.save_checkpoint(Trained(1, _lora).model, str(tmp_path / "w"), checkpointing_cfg={"is_peft": True})
+    with pytest.raises(ConfigError, match="LoRA parameters"):
+        manager.save_checkpoint(Odd(), str(tmp_path / "w"), checkpointing_cfg={}, lora_enabled=True, peft_config=PEFT)
+    assert not (tmp_path / "w").exists()
+
+
+def test_an_adapter_comes_back_and_the_base_stays(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    source, target = Trained(1, _lora), Trained(2, _lora)
+    base = copy.deepcopy({n: v for n, v in target.model.state_dict().items() if "lora_" not in n})
+    manager.save_checkpoint(
+        source.model,
+        str(tmp_path / "w"),
+        source.optimizer,
+        str(tmp_path / "o"),
+        source.scheduler,
+        checkpointing_cfg={},
+        lora_enabled=True,
+        peft_config=PEFT,
+    )
+    manager.load_checkpoint(target.model, str(tmp_path / "w"), target.optimizer, str(tmp_path / "o"), target.scheduler)
+    found = target.model.state_dict()
+    _assert_same({n: v for n, v in found.items() if "lora_" not in n}, base)
+    expected = source.model.state_dict()
+    assert sum("lora_" in n for n in expected) == 2
+    _assert_same({n: v for n, v in found.items() if "lora_" in n}, {n: v for n, v in expected.items() if "lora_" in n})
+    _assert_same(target.optimizer.state_dict(), source.optimizer.state_dict())
+
+
+def test_requirement_07_an_adapter_and_a_full_model_in_one_place_are_refused(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    _save(manager, Trained(1), tmp_path, model_save_format="torch_save")
+    target = Trained(2)
+    before = target.state()
+    save_file({"x": torch.ones(1)}, tmp_path / "weights/model/adapter_model.safetensors")
+    with pytest.raises(LayoutError):
+        _load(manager, target, tmp_path)
+    (tmp_path / "weights/model/adapter_model.safetensors").unlink()
+    save_file({"x": torch.ones(1)}, tmp_path / "weights/model/model.safetensors")
+    with pytest.raises(LayoutError):
+        _load(manager, target, tmp_path)
+    _assert_same(target.state(), before)
+
+
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_requirement_07_a_name_with_adapter_in_it_is_only_a_name(
+    manager: AutomodelCheckpointManager, tmp_path: Path, save_format: str
+) -> None:
+    source, target, root = Trained(1), Trained(2), tmp_path / "lora-adapter"
+    _save(manager, source, root, model_save_format=save_format)
+    (root / "weights/model/adapter_notes.txt").write_text("of a full model")
+    _load(manager, target, root)
+    _assert_same(target.state(), source.state())
+
+
+def _drop_file(model: Path) -> None:
+    next(p for p in model.iterdir() if p.suffix in {".distcp", ".safetensors"}).unlink()
+
+
+def _cut_file(model: Path) -> None:
+    path = next(p for p in model.iterdir() if p.suffix in {".distcp", ".safetensors"})
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _empty_directory(model: Path) -> None:
+    shutil.rmtree(model)
+    model.mkdir()
+
+
+@pytest.mark.parametrize("part", ["weights/model", "optimizer/optim"])
+@pytest.mark.parametrize("damage", [_drop_file, _cut_file, _empty_directory, shutil.rmtree])
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_requirement_08_damage_is_found_before_anything_changes(
+    manager: AutomodelCheckpointManager, tmp_path: Path, save_format: str, damage: Callable[[Path], None], part: str
+) -> None:
+    _save(manager, Trained(1), tmp_path, model_save_format=save_format)
+    damage(tmp_path / part)
+    target = Trained(2)
+    before = target.state()
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / part))):
+        _load(manager, target, tmp_path)
+    _assert_same(target.state(), before)
+
+
+class _Renamed(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.deep
+        del self.deep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.other(self.wide(x)) * self.scale
+        return result
+
+
+class _Reshaped(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Linear(5, 4, bias=False)
+
+
+class _Narrowed(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.deep(self.wide(x).bfloat16()).float() * self.scale
+        return result
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (_Renamed, ["missing tensor (1)", "other.weight", "unexpected tensor (1)", "deep.weight"]),
+        (_Reshaped, ["deep.weight", "(4, 5)", "(3, 5)"]),
+        (_Narrowed, ["deep.weight", "F32", "BF16"]),
+        (_lora, ["missing tensor (2)", "wide.lora_A.weight"]),
+    ],
+)
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_requirement_08_another_model_is_refused_before_anything_changes(
+    manager: AutomodelCheckpointManager,
+    tmp_path: Path,
+    save_format: str,
+    build: Callable[[], nn.Module],
+    words: list[str],
+) -> None:
+    _save(manager, Trained(1), tmp_path, model_save_format=save_format)
+    target = Trained(2, build)
+    before = target.state()
+    with pytest.raises(KeyMismatchError) as caught:
+        manager.load_checkpoint(target.model, str(tmp_path / "weights"))
+    assert all(word in str(caught.value) for word in words)
+    _assert_same(target.state(), before)
+
+
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_a_wider_dtype_is_filled_exactly(manager: AutomodelCheckpointManager, tmp_path: Path, save_format: str) -> None:
+    source, target = Trained(1, _Narrowed), Trained(2)
+    _save(manager, source, tmp_path, model_save_format=save_format)
+    manager.load_checkpoint(target.model, str(tmp_path / "weights"))
+    _assert_same(target.model.state_dict()["deep.weight"], source.model.state_dict()["deep.weight"].float())
+
+
+def test_requirement_08_an_adapter_must_match_the_models_own(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    manager.save_checkpoint(
+        Trained(1, _lora).model, str(tmp_path / "w"), checkpointing_cfg={}, lora_enabled=True, peft_config=PEFT
+    )
+    with pytest.raises(KeyMismatchError, match="unexpected tensor"):
+        manager.load_checkpoint(Odd(), str(tmp_path / "w"))
+    path = tmp_path / "w/model/adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors["base_model.model.other.lora_A.weight"] = tensors.pop("base_model.model.wide.lora_A.weight")
+    save_file(tensors, path)
+    (tmp_path / "w/model/ckpt_record.json").unlink()
+    with pytest.raises(KeyMismatchError, match=r"missing tensor \(1\)"):
+        manager.load_checkpoint(Trained(2, _lora).model, str(tmp_path / "w"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.1, momentum=0.9)),
+        lambda t: setattr(t, "scheduler", torch.optim.lr_scheduler.CosineAnnealingLR(t.optimizer, T_max=9)),
+        lambda t: setattr(t, "optimizer", torch.optim.AdamW(t.model.wide.parameters())),
+    ],
+)
+def test_requirement_08_another_optimizer_is_refused_before_the_weights_change(
+    manager: AutomodelCheckpointManager, tmp_path: Path, change: Callable[[Trained], None]
+) -> None:
+    _save(manager, Trained(1), tmp_path)
+    target = Trained(2, steps=0)
+    change(target)
+    before = target.state()
+    with pytest.raises(KeyMismatchError, match="optimizer"):
+        _load(manager, target, tmp_path)
+    _assert_same(target.state(), before)
+
+
+def test_parts_of_two_saves_are_refused(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    first, second = Trained(1), Trained(2)
+    _save(manager, first, tmp_path)
+    manager.save_checkpoint(second.model, str(tmp_path / "weights"), checkpointing_cfg={})
+    target = Trained(3)
+    with pytest.raises(CorruptCheckpointError, match=r"weights/model.*optimizer/optim"):
+        _load(manager, target, tmp_path)
+    manager.load_checkpoint(target.model, str(tmp_path / "weights"))
+    _assert_same(target.model.state_dict(), second.model.state_dict())
+
+
+@pytest.mark.parametrize("second", FORMATS)
+@pytest.mark.parametrize("first", FORMATS)
+def test_requirement_09_a_save_replaces_what_was_there_and_nothing_beside_it(
+    manager: AutomodelCheckpointManager, tmp_path: Path, first: str, second: str
+) -> None:
+    _save(manager, Trained(1), tmp_path / "twice", model_save_format=first, save_consolidated=True)
+    (tmp_path / "twice/weights/notes.txt").write_text("mine")
+    _save(manager, Trained(2), tmp_path / "twice", model_save_format=second)
+    _save(manager, Trained(2), tmp_path / "once", model_save_format=second)
+    files = {p.relative_to(tmp_path / "twice") for p in (tmp_path / "twice").rglob("*") if p.is_file()}
+    fresh = {p.relative_to(tmp_path / "once") for p in (tmp_path / "once").rglob("*") if p.is_file()}
+    assert files == fresh | {Path("weights/notes.txt")}
+
+
+def test_no_file_names_the_place_where_it_was_staged(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    _save(manager, Trained(1), tmp_path)
+    script = (tmp_path / "weights/model/consolidate.sh").read_text()
+    assert f'"{tmp_path / "weights/model"}"' in script
+    assert f'"{tmp_path / "weights/model/consolidated"}"' in script
+    assert "partial" not in script
+    assert (tmp_path / "weights/model/consolidate.sh").stat().st_mode & 0o100
+
+
+def test_requirement_10_formats_alternate_in_one_process(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    for round_, save_format in enumerate(FORMATS * 2):
+        source, target = Trained(round_), Trained(99)
+        _save(manager, source, tmp_path, model_save_format=save_format)
+        _load(manager, target, tmp_path)
+        _assert_same(target.state(), source.state())
+
+
+def test_requirement_11_a_failure_inside_dcp_is_an_exception_with_its_cause(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    _save(manager, Trained(1), tmp_path, model_save_format="torch_save")
+    path = tmp_path / "weights/model/__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    start = content.index(b"data.pkl") + 8
+    content[start : start + 200] = bytes(200)
+    path.write_bytes(content)
+    with pytest.raises(LoadError, match=r"rank 0: .*Error") as caught:
+        manager.load_checkpoint(Odd(), str(tmp_path / "weights"))
+    assert isinstance(caught.value, RuntimeError)
+    assert str(tmp_path) in str(caught.value)
+    assert type(caught.value.__cause__).__name__ == "CheckpointException"
+
+
+def test_requirement_12_async_without_an_accelerator_is_refused_first(
+    manager: AutomodelCheckpointManager, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="accelerator"):
+        _save(manager, Trained(1), tmp_path / "run", is_async=True)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="accelerator"):
+        AutomodelCheckpointManager(mesh, mesh).init_checkpointer({"is_async": True})
+    _save(manager, Trained(1), tmp_path / "run")
+
+
+@pytest.mark.parametrize("save_as", ["{}", "{}/", "{}/model", "{}/model/", "{}/./"])
+@pytest.mark.parametrize("load_as", ["{}", "{}/model/"])
+@pytest.mark.parametrize("name", ["weights", "my_weights", "models/model-1"])
+def test_requirement_13_paths_mean_the_same_in_save_and_load(
+    manager: AutomodelCheckpointManager, tmp_path: Path, name: str, save_as: str, load_as: str
+) -> None:
+    source, target = Odd(), Odd()
+    base = tmp_path / name
+    manager.save_checkpoint(source, save_as.format(base), checkpointing_cfg={})
+    manager.load_checkpoint(target, load_as.format(base))
+    _assert_same(target.state_dict(), source.state_dict())
+
+
+def test_requirement_13_path_objects_are_paths(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    source, target = Trained(1), Trained(2)
+    path: Any = tmp_path / "here"
+    manager.save_checkpoint(source.model, path, source.optimizer, path, checkpointing_cfg={})
+    manager.load_checkpoint(target.model, path, target.optimizer, path)
+    _assert_same(target.model.state_dict(), source.model.state_dict())
+    _assert_same(target.optimizer.state_dict(), source.optimizer.state_dict())
+
+
+KEYS = list(Odd().state_dict())
+
+
+@pytest.mark.parametrize(
+    "keys", [KEYS, [f"_orig_mod.{key}" for key in KEYS], [*KEYS, "transient"], [*KEYS, "wide._extra_state"]]
+)
+def test_requirement_14_keys_are_enforced_by_rules(mesh: DeviceMesh, tmp_path: Path, keys: list[str]) -> None:
+    manager = AutomodelCheckpointManager(mesh, mesh, keys)
+    manager.init_checkpointer()
+    source, target = Trained(1), Trained(2)
+    _save(manager, source, tmp_path)
+    _load(manager, target, tmp_path)
+    _assert_same(target.state(), source.state())
+
+
+def test_requirement_14_other_keys_are_refused_on_save_and_load(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    nonsense = [f"nonsense.{i}" for i in range(25)]
+    manager.set_model_state_dict_keys([*KEYS[1:], *nonsense])
+    with pytest.raises(KeyMismatchError) as caught:
+        _save(manager, Trained(1), tmp_path / "run")
+    text = str(caught.value)
+    assert "missing tensor (25)" in text
+    assert "and 5 more" in text
+    assert f"unexpected tensor (1):\n    - {KEYS[0]}" in text
+    assert not (tmp_path / "run").exists()
+    manager.model_state_dict_keys = None
+    _save(manager, Trained(1), tmp_path / "run")
+    manager.set_model_state_dict_keys([*KEYS, "nonsense.0"])
+    with pytest.raises(KeyMismatchError, match=r"nonsense\.0"):
+        _load(manager, Trained(2), tmp_path / "run")
+
+
+def test_keys_given_to_the_library_are_those_of_the_model(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    _save(manager, Trained(1), tmp_path)
+    mapping = json.loads((tmp_path / "weights/model/.hf_metadata/fqn_to_file_index_mapping.json").read_text())
+    assert sorted(mapping) == sorted(KEYS)
+
+
+@pytest.mark.parametrize("tied_keys", [True, False])
+def test_a_tied_head_may_be_in_the_keys_or_not(mesh: DeviceMesh, tmp_path: Path, tied_keys: bool) -> None:
+    source, target = _tiny_llama(tied=True, seed=1), _tiny_llama(tied=True, seed=2)
+    keys = [key for key in source.state_dict() if tied_keys or key != "lm_head.weight"]
+    manager = AutomodelCheckpointManager(mesh, mesh, keys)
+    manager.init_checkpointer()
+    manager.save_checkpoint(source, str(tmp_path / "w"), checkpointing_cfg={})
+    manager.load_checkpoint(target, str(tmp_path / "w"))
+    _assert_same(target.state_dict(), source.state_dict())
+
+
+def test_a_stored_head_that_differs_is_not_lost_in_a_tied_model(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    manager.save_checkpoint(_tiny_llama(seed=1), str(tmp_path / "w"), checkpointing_cfg={})
+    target = _tiny_llama(tied=True, seed=2)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(KeyMismatchError, match=r"lm_head\.weight.*embed_tokens"):
+        manager.load_checkpoint(target, str(tmp_path / "w"))
+    _assert_same(target.state_dict(), before)
+
+
+def test_requirement_15_the_supported_releases_are_declared() -> None:
+    assert any(
+        line.replace(" ", "").startswith("nemo-automodel>=0.5") and "automodel" in line
+        for line in requires("ckpt-core") or []
+    )
