@@ -111,10 +111,11 @@ def test_a_killed_rank_is_named_with_its_signal(launcher: RankLauncher) -> None:
     _assert_next_launch_is_clean(launcher)
 
 
-def test_a_hanging_rank_is_named_and_ended(launcher: RankLauncher) -> None:
+def test_a_hanging_rank_is_named_with_its_stack_and_ended(launcher: RankLauncher) -> None:
     started = time.monotonic()
     outcomes = launcher.launch(hang_on, 3, ranks=4, timeout=2.0)
     assert [outcome.kind for outcome in outcomes] == ["returned", "returned", "returned", "hung"]
+    assert "in hang_on" in outcomes[3].detail
     assert time.monotonic() - started < 30.0
     _assert_next_launch_is_clean(launcher)
 

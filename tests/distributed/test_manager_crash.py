@@ -16,17 +16,15 @@ pytestmark = pytest.mark.distributed
 
 MESH = MeshShape(dp=2)
 FORMATS = ["torch_save", "safetensors", "consolidated"]
-POINTS = 7
+POINTS = 5
 """Kills per case, spread over all writes of the first victim."""
 
 
 KILLS = [
     ((0,), "torch_save"),
-    ((1,), "torch_save"),
-    ((0, 1), "torch_save"),
-    ((0,), "consolidated"),
-    ((1,), "safetensors"),
-    ((1, 0), "consolidated"),
+    ((1,), "consolidated"),
+    ((0, 1), "consolidated"),
+    ((1, 0), "torch_save"),
 ]
 """Who dies, the first one deciding when, and in which format's save."""
 
@@ -115,7 +113,7 @@ def test_a_kill_in_a_save_leaves_all_of_the_old_state_or_all_of_the_new(
     states = set()
     for at in _spread_points(writes):
         place = copies.make(format_name, f"killed-at-{at}")
-        outcomes = launcher.launch(save_second, place, Kill(victims, at), ranks=MESH.ranks, grace=1.0)
+        outcomes = launcher.launch(save_second, place, Kill(victims, at), ranks=MESH.ranks, grace=0.5)
         assert {outcomes[victim].error for victim in victims} == {"killed by SIGKILL"}
         state, *others = launcher.run(load_any, place, ranks=MESH.ranks)
         assert state in {"old", "new"}, f"killed at write {at} of {writes}"
@@ -135,7 +133,7 @@ def test_a_write_that_fails_on_one_rank_fails_the_save_on_all_and_keeps_the_old_
     launcher: RankLauncher, copies: SaveCopies, format_name: str, culprit: int
 ) -> None:
     place = copies.make(format_name)
-    first, *others = launcher.run(fail_writing, place, culprit, ranks=MESH.ranks)
+    first, *others = launcher.run(fail_writing, place, culprit, ranks=MESH.ranks, timeout=60.0)
     assert first.error == "SaveError"
     assert f"rank {culprit}" in first.message
     assert str(place.root) in first.message

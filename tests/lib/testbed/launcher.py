@@ -22,10 +22,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from testbed.rank import FunctionReference, Job, RankContext, run_rank
+from testbed.rank import DUMP_SIGNAL, FunctionReference, Job, RankContext, run_rank
 
 PRELOAD = "testbed.preload"
-_LOG_TAIL = 2000
+_LOG_TAIL = 6000
+_DUMP_SECONDS = 0.2
 _EXIT_SECONDS = 5.0
 """How long a rank may take to leave once it is released; then it is killed."""
 
@@ -60,8 +61,10 @@ class RankFailure(RuntimeError):  # noqa: N818  it names what it reports
         self.outcomes = outcomes
         lines = [outcome.headline for outcome in outcomes if outcome.kind != "returned"]
         # The others mostly failed in the same way, or because of this one.
-        first = next(outcome for outcome in sorted(outcomes, key=_order_by_blame) if outcome.kind != "returned")
-        super().__init__("\n".join([*lines, f"rank {first.rank}:", first.detail]).rstrip())
+        first = min(outcomes, key=_order_by_blame)
+        shown = [outcome for outcome in outcomes if outcome is first or outcome.kind == "hung"]
+        details = [f"rank {outcome.rank}:\n{outcome.detail}" for outcome in shown]
+        super().__init__("\n".join([*lines, *details]).rstrip())
 
 
 @dataclass(slots=True)
@@ -84,6 +87,9 @@ class _Rank:
             self.outcome = Outcome(self.number, "raised", error=fields[0], detail=fields[1])
 
     def report_hang(self) -> None:
+        if self.process.pid is not None:
+            os.kill(self.process.pid, DUMP_SIGNAL)
+            time.sleep(_DUMP_SECONDS)
         self.outcome = Outcome(self.number, "hung", error="gave no answer in time", detail=self._read_log())
 
     def _report_death(self) -> Outcome:

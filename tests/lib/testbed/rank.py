@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+DUMP_SIGNAL = signal.SIGUSR1
+"""Makes a rank write its stack to its log."""
 
 _GLOO_TIMEOUT = timedelta(minutes=5)
 """Longer than any launch: the launcher decides what hangs, never gloo."""
@@ -84,6 +89,8 @@ def run_rank(channel: Connection, context: RankContext, job: Job) -> None:
     A rank that left at once could take a connection from a peer in its last collective.
     """
     _redirect_output(context.log)
+    # The launcher asks a rank that hangs where it is.
+    faulthandler.register(DUMP_SIGNAL, all_threads=False)
     try:
         answer = pickle.dumps(("returned", _run_job(context, job)))
     except BaseException as error:  # noqa: BLE001  CheckpointException and SystemExit are no Exception

@@ -63,6 +63,7 @@ def _train_step(run: Run, batch: torch.Tensor) -> float:
     loss = run.architecture.compute_loss(run.model, take_slice(batch, run.meshes))
     torch.autograd.backward(loss)
     _average_plain_gradients(run)
+    _average_expert_gradients(run)
     run.optimizer.step()
     run.scheduler.step()
     return _average(loss.detach(), run.meshes).item()
@@ -73,6 +74,24 @@ def _average_plain_gradients(run: Run) -> None:
     for parameter in run.model.parameters():
         if parameter.grad is not None and not isinstance(parameter, DTensor):
             parameter.grad.copy_(_average(parameter.grad, run.meshes))
+
+
+def _average_expert_gradients(run: Run) -> None:
+    """Divide the experts' gradients as Automodel's recipes do.
+
+    A group of ep ranks shares its experts, whose gradients are summed over its rows but
+    averaged over ep_shard only. AdamW hides a wrong factor until its state goes to another mesh.
+    """
+    if run.meshes.moe is None:
+        return
+    factor = run.meshes.dp.size() / run.meshes.moe["ep_shard"].size()
+    for parameter in run.model.parameters():
+        if parameter.grad is not None and _is_expert(parameter):
+            parameter.grad.div_(factor)
+
+
+def _is_expert(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _average(value: torch.Tensor, meshes: Meshes) -> torch.Tensor:

@@ -73,3 +73,14 @@ class Kill:
     """Ranks that die together; the first decides when."""
     at: int | None = None
     """At which of the first victim's writes, from 1 on; None for no death at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a rank reports after another library opened a checkpoint."""
+
+    complaints: dict[str, list[str]]
+    """Keys that the library missed, did not expect, or could not fit."""
+    largest_difference: float
+    """Of the logits, from those of the live model."""
+    largest_logit: float
