@@ -278,7 +278,7 @@ def test_an_archive_that_is_not_one_plain_tensor_is_refused(tmp_path: Path, data
 WHOLE = archive(SIX)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(at=st.integers(0, len(WHOLE) - 1), byte=st.integers(0, 255), end=st.integers(0, len(WHOLE)))
 def test_a_damaged_archive_never_leads_to_another_exception(
     tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, end: int

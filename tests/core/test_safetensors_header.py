@@ -80,7 +80,6 @@ NAMES = st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda name: n
 SHAPES = st.lists(st.integers(0, 4), max_size=4)
 
 
-@settings(deadline=None)
 @given(
     tensors=st.dictionaries(
         NAMES,
@@ -210,7 +209,7 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
 WHOLE = save({"a": torch.arange(3.0), "b": torch.arange(4, dtype=torch.int16)}, {"format": "pt"})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(at=st.integers(0, len(WHOLE) - 1), byte=st.integers(0, 255), end=st.integers(0, len(WHOLE)))
 def test_damage_is_a_checkpoint_error_or_read_as_the_library_reads_it(
     tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, end: int

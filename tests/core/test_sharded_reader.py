@@ -149,7 +149,7 @@ def test_chunks_of_different_dtypes_are_reported(tmp_path: Path) -> None:
     assert ("dtype", "w") in kinds(path)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=st.integers(0, 9), columns=st.integers(1, 4), ranks=st.integers(1, 5))
 def test_uneven_and_empty_shards_read_back(
     tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, ranks: int

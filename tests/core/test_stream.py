@@ -66,7 +66,7 @@ def test_sharded_safetensors_stream_the_bytes_that_were_saved(tmp_path: Path, bl
         assert got == row_major(tensor), fqn
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
     cuts=st.lists(st.integers(1, 4), max_size=4).map(tuple),
