@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from testbed import dense, experts, odd
+from testbed import dense, experts, lora, odd
 from testbed.meshes import Meshes
 from testbed.values import MeshShape
 
@@ -40,7 +40,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_tied": dense.QWEN2_TIED,
     "odd": odd.ODD,
     "uneven_twice": odd.UNEVEN,
-    "lora_llama": dense.LORA_LLAMA,
+    "lora_llama": lora.LORA_LLAMA,
+    "lora_qwen3_moe": lora.LORA_QWEN3_MOE,
     "deepseek_v3": experts.DEEPSEEK_V3,
     "qwen3_moe": experts.QWEN3_MOE,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from ckpt_core.errors import CheckpointError
 from ckpt_core.manager import AutomodelCheckpointManager
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +22,7 @@ from testbed.training import (
     train_steps,
     write_snapshot,
 )
-from testbed.values import Loaded, MeshShape, Saved
+from testbed.values import Failed, Loaded, MeshShape, Saved
 
 FORMATS: dict[str, dict[str, Any]] = {
     "torch_save": {"model_save_format": "torch_save", "save_consolidated": False},
@@ -156,3 +158,34 @@ def _double_frozen(run: Run, expected: Snapshot) -> Snapshot:
 
 def _double(value: torch.Tensor | str) -> torch.Tensor | str:
     return value if isinstance(value, str) else value * 2.0
+
+
+def report_failure(run: Run, work: Callable[[], None]) -> Failed:
+    """Make a call that must fail, and see whether it changed the run."""
+    before = take_snapshot(run)
+    try:
+        work()
+    except CheckpointError as error:
+        # The snapshot is a collective: it shows as well that no rank is left behind in another one.
+        changes = compare_snapshots(before, take_snapshot(run))
+        return Failed(type(error).__name__, str(error), changes)
+    return Failed("nothing", "the call succeeded", [])
+
+
+def refuse_load(_context: RankContext, name: str, shape: MeshShape, root: Path, format_name: str) -> Failed:
+    """Load what does not fit."""
+    run = start_other_run(name, shape)
+    manager = build_manager(run, root)
+    return report_failure(run, lambda: load_run(manager, run, root / format_name))
+
+
+def load_base(_context: RankContext, name: str, shape: MeshShape, root: Path) -> list[str]:
+    """Start from a consolidated checkpoint as from any base model; say what differs from the live model."""
+    run = start_run(name, shape, LOADED_SEED)
+    before = take_snapshot(run)
+    base = root / "consolidated" / "policy" / "weights" / "model" / "consolidated"
+    build_manager(run, root).load_base_model(run.model, str(base))
+    saved = read_snapshot(root / EXPECTED)
+    # Adapters, the optimizer and the scheduler are not the base's.
+    expected = {key: saved.get(key, value) if key.startswith("model.") else value for key, value in before.items()}
+    return compare_snapshots(expected, take_snapshot(run))

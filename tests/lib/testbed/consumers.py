@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from testbed.architectures import ARCHITECTURES
 from testbed.checkpoints import EXPECTED, LOADED_SEED, SAVED_SEED
+from testbed.dense import LLAMA
+from testbed.lora import BASE_SEED
 from testbed.rank import RankContext
 from testbed.training import read_snapshot
 from testbed.values import Opened
@@ -32,7 +34,7 @@ def open_consolidated(_context: RankContext, name: str, root: Path) -> Opened:
 def open_adapter(_context: RankContext, name: str, root: Path, base: Path) -> Opened:
     """Open an adapter with peft, over a base that transformers saved."""
     expected = restore_model(name, root, SAVED_SEED)
-    ARCHITECTURES["llama"].build(1000).save_pretrained(base)  # type: ignore[operator]
+    LLAMA.build(BASE_SEED).save_pretrained(base)  # type: ignore[operator]
     model = AutoModelForCausalLM.from_pretrained(base, local_files_only=True)
     opened = peft.PeftModel.from_pretrained(model, str(root / "safetensors" / "policy" / "weights" / "model"))
     return _compare_logits(opened, expected, name, {})

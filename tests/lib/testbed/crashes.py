@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from ckpt_core.errors import CheckpointError
 
 from testbed.checkpoints import (
     EXPECTED,
@@ -20,12 +19,13 @@ from testbed.checkpoints import (
     build_manager,
     continue_run,
     load_run,
+    report_failure,
     save_run,
     start_other_run,
     start_saved_run,
 )
 from testbed.rank import RankContext
-from testbed.training import Run, compare_snapshots, read_snapshot, take_snapshot, write_snapshot
+from testbed.training import compare_snapshots, read_snapshot, take_snapshot, write_snapshot
 from testbed.values import Failed, Kill, Place
 
 OLD = EXPECTED
@@ -128,18 +128,7 @@ def fail_to_plan(_context: RankContext, place: Place) -> Failed:
     """Save what cannot be saved."""
     run = start_saved_run(place.model, place.mesh)
     manager = build_manager(run, place.root)
-    return _report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))
-
-
-def _report_failure(run: Run, work: Any) -> Failed:  # noqa: ANN401  a call without arguments
-    before = take_snapshot(run)
-    try:
-        work()
-    except CheckpointError as error:
-        # The snapshot is a collective: it shows as well that no rank is left behind in another one.
-        changes = compare_snapshots(before, take_snapshot(run))
-        return Failed(type(error).__name__, str(error), changes)
-    return Failed("nothing", "the call succeeded", [])
+    return report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))
 
 
 def fail_to_write(context: RankContext, place: Place, culprit: int) -> Failed:
@@ -150,7 +139,7 @@ def fail_to_write(context: RankContext, place: Place, culprit: int) -> Failed:
     if context.rank == culprit:
         # Past the limit a write fails with EFBIG, as on a full disk; Python ignores the signal.
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    return _report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))
+    return report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))
 
 
 def load_with_odd_rank(context: RankContext, place: Place, culprit: int) -> Failed:
@@ -159,7 +148,7 @@ def load_with_odd_rank(context: RankContext, place: Place, culprit: int) -> Fail
     if context.rank == culprit:
         run.model.register_buffer("surplus", torch.ones(2))
     manager = build_manager(run, place.root)
-    return _report_failure(run, lambda: load_run(manager, run, place.root / STEP))
+    return report_failure(run, lambda: load_run(manager, run, place.root / STEP))
 
 
 def save_with_wrong_keys(_context: RankContext, place: Place) -> Failed:
@@ -167,4 +156,4 @@ def save_with_wrong_keys(_context: RankContext, place: Place) -> Failed:
     run = start_saved_run(place.model, place.mesh)
     manager = build_manager(run, place.root)
     manager.set_model_state_dict_keys([*run.model.state_dict(), "head.absent"])
-    return _report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))
+    return report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))

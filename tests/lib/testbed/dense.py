@@ -1,4 +1,4 @@
-"""Dense causal language models of transformers, with tensor parallel plans, and LoRA on top."""
+"""Dense causal language models of transformers, with tensor parallel plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 from nemo_automodel.components.distributed.parallel_styles import translate_to_lora
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -102,44 +101,9 @@ class CausalModel:
         if shape.ranks == 1:
             return meshes
         if shape.tp > 1:
-            parallelize_module(model, meshes.tp, plan_tensor_parallel(self.config))
-        for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, mesh=meshes.dp)
-        fully_shard(model, mesh=meshes.dp)
-        return meshes
-
-    def draw_batch(self, seed: int) -> torch.Tensor:
-        """Return a global batch of token ids."""
-        return draw_tokens(seed)
-
-    def compute_loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss over the batch."""
-        return compute_token_loss(model, batch)
-
-
-@dataclass(frozen=True, slots=True)
-class LoraModel:
-    """A decoder whose base is frozen under adapters; every seed has the same base."""
-
-    base: CausalModel
-    peft_config: PeftConfig
-    base_seed: int = 1000
-
-    def build(self, seed: int) -> nn.Module:
-        """Build the base, add adapters, and scatter the adapters' values by the seed."""
-        model = self.base.build(self.base_seed)
-        apply_lora_to_linear_modules(model, self.peft_config)
-        adapters = nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad)
-        scatter_values(adapters, seed)
-        return model
-
-    def shard(self, model: nn.Module, shape: MeshShape) -> Meshes:
-        """Shard as the base does, with plans that know adapters."""
-        meshes = build_meshes(shape)
-        if shape.ranks == 1:
-            return meshes
-        if shape.tp > 1:
-            plan = {name: translate_to_lora(style) for name, style in plan_tensor_parallel(self.base.config).items()}
+            plan = plan_tensor_parallel(self.config)
+            if any("lora_" in name for name, _ in model.named_parameters()):
+                plan = {name: translate_to_lora(style) for name, style in plan.items()}
             parallelize_module(model, meshes.tp, plan)
         for layer in model.get_submodule("model.layers").children():
             fully_shard(layer, mesh=meshes.dp)
@@ -157,7 +121,3 @@ class LoraModel:
 
 LLAMA = CausalModel(LlamaForCausalLM, LlamaConfig(**_SIZES, tie_word_embeddings=False))
 QWEN2_TIED = CausalModel(Qwen2ForCausalLM, Qwen2Config(**_SIZES, tie_word_embeddings=True))
-LORA_LLAMA = LoraModel(
-    LLAMA,
-    PeftConfig(target_modules=["*.q_proj", "*.o_proj", "*.up_proj"], dim=4, alpha=8, use_memory_efficient_lora=False),
-)
