@@ -29,7 +29,7 @@ def training(session: nox.Session) -> None:
 
 def run_in_training(session: nox.Session, *command: str) -> None:
     """Run `python COMMAND` in the environment of the session `training`."""
-    scripts = session.env_dir.parent / "training" / "bin"
+    scripts = session.env_dir.resolve().parent / "training" / "bin"
     path = os.pathsep.join([str(scripts), os.environ["PATH"]])
     # Benchmarks make their checkpoints as the tests do.
     env = {"PATH": path, "PYTHONPATH": str(Path("tests/lib").resolve()), "OMP_NUM_THREADS": "1"}
