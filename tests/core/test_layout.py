@@ -269,7 +269,10 @@ def test_the_text_of_the_path_itself_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "", "a\0b", None, 5])
-def test_the_save_format_of_nothing_is_safetensors(path: object) -> None:
+def test_the_save_format_of_nothing_is_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: object
+) -> None:
+    monkeypatch.chdir(touch(tmp_path, "__0_0.distcp"))
     assert detect_checkpoint_format(path) == ("safetensors", False)  # type: ignore[arg-type]
 
 

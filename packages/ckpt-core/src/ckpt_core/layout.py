@@ -195,7 +195,7 @@ _FORMATS = (((".distcp",), "torch_save"), ((".safetensors",), "safetensors"), (_
 def _list_files(root: str | os.PathLike[str]) -> list[tuple[str, ...]]:
     """List the files below `root` by their components; what cannot be listed is left out."""
     try:
-        top = os.path.normpath(os.fspath(root))
+        top = os.fspath(root)  # as it is: the empty path is nothing, not the current directory
         return [
             (*Path(os.path.relpath(parent, top)).parts, name) for parent, _, names in os.walk(top) for name in names
         ]
