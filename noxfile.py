@@ -31,7 +31,9 @@ def run_in_training(session: nox.Session, *command: str) -> None:
     """Run `python COMMAND` in the environment of the session `training`."""
     scripts = session.env_dir.parent / "training" / "bin"
     path = os.pathsep.join([str(scripts), os.environ["PATH"]])
-    session.run(str(scripts / "python"), *command, env={"PATH": path, "OMP_NUM_THREADS": "1"})
+    # Benchmarks make their checkpoints as the tests do.
+    env = {"PATH": path, "PYTHONPATH": str(Path("tests/lib").resolve()), "OMP_NUM_THREADS": "1"}
+    session.run(str(scripts / "python"), *command, env=env)
 
 
 @nox.session(venv_backend="none", requires=["training"])
@@ -93,4 +95,4 @@ def compat(session: nox.Session, automodel: str) -> None:
 def bench(session: nox.Session) -> None:
     """Measure time and memory beside `cp -r` and torch's own tools."""
     for script in sorted(Path("benchmarks").glob("bench_*.py")):
-        run_in_training(session, str(script), *session.posargs)
+        run_in_training(session, "-m", f"benchmarks.{script.stem}", *session.posargs)

@@ -4,7 +4,7 @@ Whole processes in alternation with the copy that they are compared to: `cp -r`,
 of each copied file, which is the durability that publishing has. Times are wall clock,
 memory is the peak that the operating system reports, ratios are medians over pairs.
 
-    python -m benchmarks.bench_convert --size 2.3GB --pairs 5 --out benchmarks/results
+    nox -s bench -- --size 2.3GB --pairs 5 --out benchmarks/results
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-
-from tests.sharded import cut_columns, cut_rows, save_dcp
+from testbed.sharded import cut_columns, cut_rows, save_dcp
 
 HIDDEN, KEY_VALUE, INNER, VOCABULARY = 2048, 256, 5632, 32000
 LAYER: dict[str, tuple[int, ...]] = {

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_convert.cli import main
-
-from tests.sharded import save_dcp
-from tests.tensors import describe, make_tensor, read_safetensors
+from testbed.sharded import save_dcp
+from testbed.tensors import describe, make_tensor, read_safetensors
 
 STATE = {"w": make_tensor(torch.float32, (4, 3)), "b": make_tensor(torch.float32, (3,), 1)}
 

@@ -19,11 +19,10 @@ from ckpt_core.digest import digest_tensor
 from ckpt_core.errors import CorruptCheckpointError, SaveError, SpaceError, TargetError, VerificationError
 from ckpt_core.reader import CheckpointReader
 from ckpt_core.record import RECORD_NAME, read_record
+from testbed.sharded import Cut, cut_columns, cut_rows, save_dcp, save_sharded_safetensors
+from testbed.tensors import DTYPES, describe, make_tensor, read_bytes, read_safetensors
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
-
-from tests.sharded import Cut, cut_columns, cut_rows, save_dcp, save_sharded_safetensors
-from tests.tensors import DTYPES, describe, make_tensor, read_bytes, read_safetensors
 
 SHAPES = [(7, 5), (8, 6, 4), (1, 9), (3,), (1,), (), (0,), (4, 0), (0, 3), (64, 33)]
 

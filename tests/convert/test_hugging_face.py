@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_convert import convert
+from testbed.sharded import Cut, cut_columns, cut_rows, save_dcp
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-from tests.sharded import Cut, cut_columns, cut_rows, save_dcp
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ from pathlib import Path
 import ckpt_convert
 import pytest
 import torch
-
-from tests.sharded import cut_columns, cut_rows, save_dcp, save_sharded_safetensors
+from testbed.sharded import cut_columns, cut_rows, save_dcp, save_sharded_safetensors
 
 HEAVY = ("torch", "numpy", "safetensors", "tqdm", "nemo_automodel", "transformers", "peft", "hypothesis")
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "s": torch.tensor(1.0)}

@@ -12,9 +12,8 @@ import pytest
 import torch
 from ckpt_convert import convert
 from ckpt_core.errors import TargetError
-
-from tests.sharded import save_dcp
-from tests.tensors import describe, make_tensor, read_safetensors
+from testbed.sharded import save_dcp
+from testbed.tensors import describe, make_tensor, read_safetensors
 
 STATE = {f"layers.{i}.w": make_tensor(torch.float32, (64, 16), i) for i in range(6)}
 

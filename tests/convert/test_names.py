@@ -7,8 +7,7 @@ import torch
 from ckpt_convert.names import change_names
 from ckpt_core import open_checkpoint
 from ckpt_core.errors import KeyMismatchError
-
-from tests.sharded import save_dcp
+from testbed.sharded import save_dcp
 
 W = torch.ones(2)
 

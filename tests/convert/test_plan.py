@@ -17,9 +17,8 @@ from ckpt_core.errors import (
     TargetError,
 )
 from safetensors.torch import save_file
-
-from tests.sharded import save_dcp, save_sharded_safetensors
-from tests.tensors import make_tensor
+from testbed.sharded import save_dcp, save_sharded_safetensors
+from testbed.tensors import make_tensor
 
 STATE = {f"layers.{i}.w": make_tensor(torch.float32, (8, 4), i) for i in range(3)}
 

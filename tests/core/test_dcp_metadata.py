@@ -17,6 +17,7 @@ from ckpt_core.dcp_metadata import DcpMetadata, parse_dcp_metadata
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testbed.sharded import cut_columns, save_dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,8 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-
-from tests.sharded import cut_columns, save_dcp
 
 STATE = {
     "model": {"w": torch.arange(30.0).reshape(6, 5), "b": torch.tensor(2, dtype=torch.int64), "e": torch.empty(0, 2)},

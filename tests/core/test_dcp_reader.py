@@ -18,11 +18,10 @@ from ckpt_core.stream import read_tensor
 from ckpt_core.torch_archive import ArchiveFinder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testbed.sharded import cut_rows, save_dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-
-from tests.sharded import cut_rows, save_dcp
 
 STATE = {"a": torch.arange(24.0).reshape(6, 4), "b": torch.arange(5), "c": torch.tensor(1.5), "step": 3}
 

@@ -10,8 +10,7 @@ from ckpt_core.errors import LockHeldError
 from ckpt_core.file_lock import FileLock
 from ckpt_core.publication import Recovery
 from ckpt_core.staging import open_stage, recover
-
-from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, start_python, write_set
+from testbed.file_sets import NEW, OLD, list_names, publish_set, read_set, start_python, write_set
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from ckpt_core.layout import CheckpointLayout
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-
-from tests.sharded import save_dcp, save_sharded_safetensors
+from testbed.sharded import save_dcp, save_sharded_safetensors
 
 STATE = {
     "model": {"w": torch.ones(8, 4, dtype=torch.bfloat16), "v": torch.ones(3), "u": torch.tensor(1.0)},

@@ -8,8 +8,7 @@ from ckpt_core.key_mapping import find_canonical_names, strip_wrapper_prefixes
 from ckpt_core.reader import open_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-
-from tests.sharded import save_dcp
+from testbed.sharded import save_dcp
 
 COMPONENTS = st.sampled_from(
     [

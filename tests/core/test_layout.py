@@ -14,8 +14,7 @@ from ckpt_core.layout import (
     detect_layout,
 )
 from safetensors.torch import save_file
-
-from tests.sharded import save_dcp, save_sharded_safetensors
+from testbed.sharded import save_dcp, save_sharded_safetensors
 
 DCP, SAFETENSORS, SHARDED, ADAPTER, TORCH = CheckpointLayout
 

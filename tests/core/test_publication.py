@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from ckpt_core.publication import Recovery
 from ckpt_core.staging import recover
-
-from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, start_python, write_set
+from testbed.file_sets import NEW, OLD, list_names, publish_set, read_set, start_python, write_set
 
 # For each line of its input it forks a process that runs one action and kills itself before the n-th operation that
 # the interpreter reports. Every change to the file system lies between two reported ones, so every state between two

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from testbed.sharded import Cut, cut_columns, cut_rows, save_dcp, split_tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-
-from tests.sharded import Cut, cut_columns, cut_rows, save_dcp, split_tensor
 
 STATE = {
     "model": {"w": torch.arange(35.0).reshape(7, 5), "s": torch.tensor(2), "e": torch.empty(0, 3)},

@@ -13,10 +13,9 @@ from ckpt_core.stream import read_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from testbed.sharded import Cut, cut_columns, cut_rows, save_sharded_safetensors
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from tests.sharded import Cut, cut_columns, cut_rows, save_sharded_safetensors
 
 STATE = {
     "w": torch.arange(35.0).reshape(7, 5),

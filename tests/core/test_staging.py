@@ -18,8 +18,7 @@ from ckpt_core.errors import CheckpointError, SaveError, SpaceError, TargetError
 from ckpt_core.publication import Recovery
 from ckpt_core.record import CheckpointRecord, write_record
 from ckpt_core.staging import Stage, open_stage, recover, require_free_space, stage_directory
-
-from tests.file_sets import NEW, OLD, list_names, publish_set, read_set, write_set
+from testbed.file_sets import NEW, OLD, list_names, publish_set, read_set, write_set
 
 NAMES = ["model", "with space", "größe-模型", ".hidden", "trailing.partial", "new\nline"]
 

@@ -17,8 +17,7 @@ from ckpt_core.stream import read_tensor, stream_tensor, tensors_equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-
-from tests.sharded import Cut, cut_columns, cut_rows, save_dcp, save_sharded_safetensors
+from testbed.sharded import Cut, cut_columns, cut_rows, save_dcp, save_sharded_safetensors
 
 
 def count_up(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

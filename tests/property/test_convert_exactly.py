@@ -10,9 +10,8 @@ import torch
 from ckpt_convert import convert
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from tests.sharded import save_dcp, save_sharded_safetensors
-from tests.tensors import DTYPES, describe, make_tensor, read_safetensors
+from testbed.sharded import save_dcp, save_sharded_safetensors
+from testbed.tensors import DTYPES, describe, make_tensor, read_safetensors
 
 # Anything that is text; the components that wrappers insert come off, and are tested by themselves.
 NAMES = (

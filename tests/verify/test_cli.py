@@ -12,8 +12,7 @@ from ckpt_core.errors import CorruptCheckpointError, Problem
 from ckpt_verify import __version__
 from ckpt_verify.cli import main
 from ckpt_verify.report import render_error
-
-from tests.sharded import save_dcp
+from testbed.sharded import save_dcp
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.arange(10, 14)}
 

@@ -15,8 +15,7 @@ from ckpt_verify import Comparison, TiedPair, ValueProblem, compare_checkpoints
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-
-from tests.sharded import cut_columns, cut_rows, save_dcp, save_sharded_safetensors
+from testbed.sharded import cut_columns, cut_rows, save_dcp, save_sharded_safetensors
 
 State = dict[str, torch.Tensor]
 

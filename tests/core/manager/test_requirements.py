@@ -45,9 +45,11 @@ from ckpt_core.manager import AutomodelCheckpointManager
 from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.compat
 
@@ -266,6 +268,14 @@ def test_requirement_05_a_base_model_that_lacks_parameters_is_refused(
     with pytest.raises(KeyMismatchError, match=r"lm_head\.weight"):
         manager.load_base_model(model, str(tmp_path))
     _assert_same(model.state_dict(), before)
+
+
+def test_requirement_05_a_head_that_a_tied_model_would_lose_is_refused(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    _tiny_llama(seed=1).save_pretrained(tmp_path)
+    with pytest.raises(KeyMismatchError, match=r"lm_head\.weight.*embed_tokens"):
+        manager.load_base_model(_tiny_llama(tied=True, seed=2), str(tmp_path))
 
 
 def test_requirement_06_an_adapter_save_does_not_leak_into_the_next(
@@ -559,6 +569,66 @@ def test_requirement_13_path_objects_are_paths(manager: AutomodelCheckpointManag
     manager.load_checkpoint(target.model, path, target.optimizer, path)
     _assert_same(target.model.state_dict(), source.model.state_dict())
     _assert_same(target.optimizer.state_dict(), source.optimizer.state_dict())
+
+
+def _tokenizer(*words: str) -> PreTrainedTokenizerFast:
+    model = WordLevel({"[UNK]": 0} | {word: i for i, word in enumerate(words, 1)}, unk_token="[UNK]")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="[UNK]")  # noqa: S106
+
+
+def test_requirement_14_a_tokenizer_replaces_its_own_files_and_no_others(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    place = tmp_path / "tokenizer"
+
+    def save(*words: str) -> None:
+        manager.save_checkpoint(
+            Odd(),
+            str(tmp_path / "weights"),
+            tokenizer=_tokenizer(*words),
+            tokenizer_path=str(place),
+            checkpointing_cfg={},
+        )
+
+    save("one")
+    save("one", "two")
+    assert AutoTokenizer.from_pretrained(place)("two")["input_ids"] == [2]
+    ids = [
+        json.loads((path / "ckpt_record.json").read_text())["save_id"] for path in (place, tmp_path / "weights/model")
+    ]
+    assert ids[0] == ids[1]
+    (place / "notes.txt").write_text("mine")
+    save("one", "two", "three")
+    assert AutoTokenizer.from_pretrained(place)("three")["input_ids"] == [3]
+    assert (place / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir() if "tokenizer" in path.name) == ["tokenizer"]
+
+
+def test_a_tokenizer_without_a_place_goes_beside_the_weights(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    manager.save_checkpoint(
+        Odd(), str(tmp_path), tokenizer=_tokenizer("a", "b"), checkpointing_cfg={"save_consolidated": True}
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "model/consolidated")("b")["input_ids"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_save_format": "torch_save", "save_consolidated": True}, "ckpt-convert"),
+        ({"model_save_format": "safetensors", "save_consolidated": "final"}, "save_consolidated=True"),
+    ],
+)
+def test_consolidation_that_will_not_happen_is_said(
+    manager: AutomodelCheckpointManager,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, object],
+    words: str,
+) -> None:
+    _save(manager, Trained(1), tmp_path, **config)
+    assert any(words in record.message for record in caplog.records if record.name == "ckpt_core.manager")
 
 
 KEYS = list(Odd().state_dict())

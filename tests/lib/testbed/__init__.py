@@ -1,1 +1,1 @@
-"""What the distributed tests stand on: real gloo ranks, tiny models, and snapshots of them."""
+"""What many tests stand on: real gloo ranks, tiny models, checkpoints of any sharding, snapshots."""

@@ -20,19 +20,19 @@ from nemo_automodel.components.checkpoint import stateful_wrappers as _wrappers
 from nemo_automodel.components.checkpoint._backports.filesystem import SerializationFormat
 from nemo_automodel.components.checkpoint.addons import ConsolidatedHFAddon, PeftAddon
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
+from nemo_automodel.components.checkpoint.config import SaveConsolidatedMode
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError, KeyMismatchError, Problem
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.key_mapping import strip_wrapper_prefixes
-from ckpt_core.layout import CheckpointLayout, detect_layout
-from ckpt_core.reader import open_checkpoint
 
 __all__ = [
     "HF_HUB_CACHE",
     "Checkpointer",
     "CheckpointingConfig",
     "clear_plan_caches",
+    "explain_no_consolidation",
     "find_tied_head",
     "has_accelerator",
     "has_lora",
@@ -44,7 +44,7 @@ __all__ = [
     "native_names",
     "normalize_options",
     "optimizer_state_dict",
-    "require_base_keys",
+    "renames_base",
     "require_optimizer_path",
     "resolve_base_model",
     "stored_namings",
@@ -115,6 +115,17 @@ def _save_format(value: object) -> SerializationFormat:
     raise ConfigError(f"model_save_format={value!r} is not one of {known}")
 
 
+def explain_no_consolidation(config: CheckpointingConfig) -> str | None:
+    """Say why a save will not consolidate although it was asked to; None if it will, or was not."""
+    if config.save_consolidated == SaveConsolidatedMode.FALSE or config.is_peft:
+        return None
+    if config.model_save_format != SerializationFormat.SAFETENSORS:
+        return "the format is torch_save; convert the checkpoint with ckpt-convert"
+    if config.save_consolidated == SaveConsolidatedMode.FINAL:
+        return "nothing here says which save is the final one; use save_consolidated=True"
+    return None
+
+
 def make_addons(config: CheckpointingConfig) -> list[object]:
     """Build the list that `Checkpointer.__init__` would build for `config`."""
     writes_hf = config.model_save_format == SerializationFormat.SAFETENSORS and not config.is_peft
@@ -151,14 +162,12 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def model_state_dict(model: nn.Module, *, is_peft: bool, is_init_step: bool = False, moe: bool = False) -> Any:  # noqa: ANN401
+def model_state_dict(model: nn.Module, *, is_peft: bool, moe: bool) -> Any:  # noqa: ANN401
     """The state dict under native names, as the Checkpointer would start from.
 
     With PEFT this is a collective; the tensors are then on rank 0 only.
     """
-    state = call_supported(
-        _wrappers.ModelState, model, is_peft=is_peft, is_init_step=is_init_step, has_expert_parallelism=moe
-    )
+    state = call_supported(_wrappers.ModelState, model, is_peft=is_peft, has_expert_parallelism=moe)
     return state.state_dict()
 
 
@@ -280,38 +289,24 @@ def resolve_base_model(model_name: str, cache_dir: str | None) -> tuple[str, str
     return found, cache
 
 
-def require_base_keys(model: nn.Module, path: str, *, is_peft: bool) -> None:
-    """Refuse a base model that lacks parameters of `model`; releases before 0.7 leave them random.
-
-    Only where the names on disk are those of the model can this be told from names alone;
-    a class that converts names or merges tensors is left to the library's own check.
-
-    Raises:
-        KeyMismatchError: With every name that is missing.
-    """
+def renames_base(model: nn.Module) -> bool:
+    """Whether a base model's names or tensors are converted on the way into `model`."""
     inner = _unwrap_ddp(model)
     model_type = getattr(getattr(inner, "config", None), "model_type", None)
-    converts = getattr(inner, "state_dict_adapter", None) or getattr(inner, "_checkpoint_conversion_mapping", None)
-    if converts or (model_type and _checkpointing.requires_tensor_merging(model_type)):
-        return
-    stored = _base_names(Path(path))
-    if stored is None:
-        return
-    wanted = set(model_state_dict(model, is_peft=is_peft, is_init_step=True))
-    tied = find_tied_head(model)
-    prefix = f"{getattr(inner, 'base_model_prefix', '')}."
-    known = stored | {f"{prefix}{name}" for name in stored} | ({tied[0]} if tied else set())
-    missing = sorted(wanted - known)
-    if missing:
-        problems = [Problem("missing_tensor", name, "in the model, not in the base model") for name in missing]
-        raise KeyMismatchError(f"{path}: does not hold all parameters of the model", problems=problems)
+    if getattr(inner, "state_dict_adapter", None) or getattr(inner, "_checkpoint_conversion_mapping", None):
+        return True
+    return bool(model_type and _checkpointing.requires_tensor_merging(model_type))
 
 
-def _base_names(path: Path) -> set[str] | None:
-    layout = detect_layout(path).layout
-    if layout is not CheckpointLayout.SAFETENSORS:
-        return None
-    return set(open_checkpoint(path).tensors)
+def base_names(model: nn.Module, config: Any) -> frozenset[str]:  # noqa: ANN401
+    """Names that loading a base model asks for: no adapter, no task heads that are skipped."""
+    state = _wrappers.ModelState(
+        model,
+        is_peft=config.is_peft,
+        is_init_step=True,
+        skip_task_head_prefixes=getattr(config, "skip_task_head_prefixes_for_base_model", None),
+    )
+    return frozenset(state.state_dict())
 
 
 def _unwrap_ddp(model: nn.Module) -> nn.Module:

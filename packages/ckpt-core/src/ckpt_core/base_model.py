@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ckpt_core import automodel_compat as compat
 from ckpt_core.collective import Step, agree, on_rank_zero
-from ckpt_core.errors import LoadError
+from ckpt_core.errors import KeyMismatchError, LoadError, Problem
+from ckpt_core.layout import CheckpointLayout, detect_layout
+from ckpt_core.reader import open_checkpoint
+from ckpt_core.stored_state import require_equal_head
 
 
 def load_base_model(
@@ -39,7 +43,7 @@ def load_base_model(
     # The adapter's names are not in a base model; the library skips them only if told so.
     checkpointer.config.is_peft = compat.has_lora(model)
     agree(step, lambda: _prepare(checkpointer, model, peft_init_method))
-    agree(step, lambda: compat.require_base_keys(model, path, is_peft=checkpointer.config.is_peft))
+    on_rank_zero(step, lambda: _require_complete(Path(path), model, checkpointer.config))
     agree(step, lambda: _call(checkpointer, model, cache, path))
     agree(step, lambda: _require_values(model, path))
 
@@ -54,6 +58,25 @@ def _prepare(checkpointer: Any, model: nn.Module, peft_init_method: str | None) 
             initialize = getattr(module, "init_lora_weights", None)
             if callable(initialize):
                 initialize(peft_init_method)
+
+
+def _require_complete(path: Path, model: nn.Module, config: Any) -> None:  # noqa: ANN401
+    """Refuse a base model that does not fill `model`; releases before 0.7 leave the rest random.
+
+    Only where names are not converted can this be told from names; the rest is the library's.
+    """
+    if compat.renames_base(model) or detect_layout(path).layout is not CheckpointLayout.SAFETENSORS:
+        return
+    stored = open_checkpoint(path).tensors.keys()
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    tied = compat.find_tied_head(model)
+    known = stored | {f"{prefix}{name}" for name in stored} | ({tied[0]} if tied else set())
+    missing = sorted(compat.base_names(model, config) - known)
+    if missing:
+        problems = [Problem("missing_tensor", name, "in the model, not in the base model") for name in missing]
+        raise KeyMismatchError(f"{path}: does not hold all parameters of the model", problems=problems)
+    if tied is not None and tied[1] is not None and tied[0] in stored:
+        require_equal_head(path, tied[0], tied[1])
 
 
 def _call(checkpointer: Any, model: nn.Module, cache: str, path: str) -> None:  # noqa: ANN401

@@ -245,6 +245,9 @@ class AutomodelCheckpointManager:
             state.write(self.checkpointer, paths)
 
     def _save_staged(self, state: TrainingState, paths: WritePaths) -> None:
+        reason = compat.explain_no_consolidation(self.checkpointer.config)
+        if reason is not None:
+            _log.warning("%s will not be consolidated: %s", paths.model, reason)
         save = StagedSave(self.checkpointer, state, self.model_state_dict_keys)
         save.start(paths)
         if not self.checkpointer.config.is_async:
