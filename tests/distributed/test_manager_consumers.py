@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from testbed.launcher import RankLauncher
 from testbed.rank import RankContext
-from testbed.saved_cases import Case, SavedCases
-from testbed.values import MeshShape, Opened
+from testbed.saved_cases import SavedCases
+from testbed.values import Case, MeshShape, Opened
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +29,7 @@ def open_with_peft(context: RankContext, model: str, root: Path, base: Path) -> 
 def test_transformers_opens_what_was_consolidated_with_equal_logits(
     saved_cases: SavedCases, launcher: RankLauncher, model: str
 ) -> None:
-    root, _ = saved_cases.find(Case(model, MeshShape(2, 2)))
+    root, _ = saved_cases.find(Case(model, MeshShape(2, 2), with_keys=True))
     [opened] = launcher.run(open_with_transformers, model, root, ranks=1, group=False)
     assert opened.complaints == {}
     assert opened.largest_difference == 0.0
@@ -52,7 +52,7 @@ def test_transformers_opens_consolidated_experts_with_the_logits_of_automodels_o
 def test_peft_opens_an_adapter_with_the_logits_of_the_live_model(
     saved_cases: SavedCases, launcher: RankLauncher, tmp_path: Path
 ) -> None:
-    root, _ = saved_cases.find(Case("lora_llama", MeshShape(2, 2), ("safetensors",)))
+    root, _ = saved_cases.find(Case("lora_llama", MeshShape(2, 2), ("safetensors",), with_keys=True))
     [opened] = launcher.run(open_with_peft, "lora_llama", root, tmp_path, ranks=1, group=False)
     assert opened.largest_difference < 1e-6
     assert opened.largest_logit > 0.1

@@ -47,10 +47,16 @@ def load_any(context: RankContext, place: Place) -> str:
     return identify_state(context, place)
 
 
-def fail_writing(context: RankContext, place: Place, culprit: int) -> Failed:
+def fail_writing(context: RankContext, place: Place, culprit: int, limit: int) -> Failed:
     from testbed.crashes import fail_to_write
 
-    return fail_to_write(context, place, culprit)
+    return fail_to_write(context, place, culprit, limit)
+
+
+def fail_reading(context: RankContext, place: Place, culprit: int) -> Failed:
+    from testbed.crashes import fail_to_read
+
+    return fail_to_read(context, place, culprit)
 
 
 def load_surplus(context: RankContext, place: Place, culprit: int) -> Failed:
@@ -127,19 +133,36 @@ def _spread_points(writes: int) -> list[int]:
     return sorted({1 + round(point * (writes - 1) / (POINTS - 1)) for point in range(POINTS)})
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(
+    ("format_name", "limit"),
+    # The first file; a file that only one rank writes; a file of the optimizer, when the model's are complete.
+    [("torch_save", 64), ("safetensors", 64), ("consolidated", 1_000), ("consolidated", 30_000)],
+)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_write_that_fails_on_one_rank_fails_the_save_on_all_and_keeps_the_old_checkpoint(
-    launcher: RankLauncher, copies: SaveCopies, format_name: str, culprit: int
+    launcher: RankLauncher, copies: SaveCopies, format_name: str, limit: int, culprit: int
 ) -> None:
     place = copies.make(format_name)
-    first, *others = launcher.run(fail_writing, place, culprit, ranks=MESH.ranks, timeout=60.0)
+    first, *others = launcher.run(fail_writing, place, culprit, limit, ranks=MESH.ranks, timeout=60.0)
     assert first.error == "SaveError"
     assert f"rank {culprit}" in first.message
     assert str(place.root) in first.message
     assert first.changes == []
     assert others == [first]
     assert launcher.run(load_any, place, ranks=MESH.ranks) == ["old", "old"]
+
+
+@pytest.mark.parametrize("format_name", ["torch_save", "safetensors"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_read_that_fails_on_one_rank_fails_the_load_on_all(
+    launcher: RankLauncher, copies: SaveCopies, format_name: str, culprit: int
+) -> None:
+    reports = launcher.run(fail_reading, copies.make(format_name), culprit, ranks=MESH.ranks, timeout=60.0)
+    assert {report.error for report in reports} != {"nothing"}
+    assert len({(report.error, report.message) for report in reports}) == 1
+    for report in reports:
+        assert f"rank {culprit}" in report.message
+        assert report.changes == [] or "partly changed" in report.message
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

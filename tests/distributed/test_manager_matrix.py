@@ -7,37 +7,28 @@ from pathlib import Path
 import pytest
 from testbed.launcher import RankLauncher
 from testbed.rank import RankContext
-from testbed.saved_cases import Case, SavedCases
-from testbed.values import Failed, Loaded, MeshShape, Saved
+from testbed.saved_cases import SavedCases
+from testbed.values import Case, Failed, Loaded, MeshShape, Saved
 
 pytestmark = pytest.mark.distributed
 
 
 DENSE_MESHES = [MeshShape(2, 2), MeshShape(4, 1), MeshShape(1, 2), MeshShape(1, 1)]
-DENSE = [
-    Case("llama", MeshShape(2, 2)),
-    Case("qwen2_tied", MeshShape(2, 2)),
-    Case("odd", MeshShape(2, 2)),
-    # An adapter is always one safetensors file.
-    Case("lora_llama", MeshShape(2, 2), ("safetensors",)),
-]
-EXPERTS = [
-    (Case(model, MeshShape(saved_dp, ep=saved_ep)), MeshShape(loaded_dp, ep=loaded_ep))
-    for model in ("qwen3_moe", "deepseek_v3")
-    for saved_dp, saved_ep, loaded_dp, loaded_ep in [
-        (2, 2, 2, 2),
-        (2, 2, 4, 4),
-        (2, 2, 1, 1),
-        (4, 2, 4, 4),
-        (4, 2, 4, 1),
-        (4, 1, 2, 2),
-    ]
-]
-EXPERT_ADAPTERS = [
-    (Case("lora_qwen3_moe", MeshShape(2, ep=2), ("safetensors",)), MeshShape(2, ep=2)),
-    (Case("lora_qwen3_moe", MeshShape(2, ep=2), ("safetensors",)), MeshShape(4, ep=4)),
-]
-MATRIX = [(case, mesh) for case in DENSE for mesh in DENSE_MESHES] + EXPERTS + EXPERT_ADAPTERS
+LLAMA = Case("llama", MeshShape(2, 2), with_keys=True)
+QWEN2_TIED = Case("qwen2_tied", MeshShape(2, 2), with_keys=True)
+ODD = Case("odd", MeshShape(2, 2))
+# An adapter is always one safetensors file.
+LORA_LLAMA = Case("lora_llama", MeshShape(2, 2), ("safetensors",), with_keys=True)
+LORA_EXPERTS = Case("lora_qwen3_moe", MeshShape(2, ep=2), ("safetensors",))
+
+MATRIX = [(case, mesh) for case in (LLAMA, QWEN2_TIED, ODD, LORA_LLAMA) for mesh in DENSE_MESHES]
+for _model in ("qwen3_moe", "deepseek_v3"):
+    _few = Case(_model, MeshShape(2, ep=2), with_keys=True)
+    MATRIX += [(_few, MeshShape(2, ep=2)), (_few, MeshShape(4, ep=4)), (_few, MeshShape(1))]
+    # Experts that ep_shard halves, and experts that no ep mesh knows of.
+    MATRIX += [(Case(_model, MeshShape(4, ep=2)), mesh) for mesh in (MeshShape(4, ep=4), MeshShape(4))]
+    MATRIX += [(Case(_model, MeshShape(4)), MeshShape(2, ep=2))]
+MATRIX += [(LORA_EXPERTS, MeshShape(2, ep=2)), (LORA_EXPERTS, MeshShape(4, ep=4))]
 
 # A sum over ranks runs in another order on another mesh, so there a loss is not the same to the
 # last bit, although all that was loaded is. In float32 that is about 2e-7; where a part computes
@@ -50,7 +41,7 @@ TOLERANCES = {"odd": (1e-5, 1e-3)}
 def load(context: RankContext, case: Case, mesh: MeshShape, root: Path) -> dict[str, Loaded]:
     from testbed.checkpoints import load_formats
 
-    return load_formats(context, case.model, mesh, root, list(case.formats))
+    return load_formats(context, case, mesh, root)
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, _ in MATRIX), ids=str)
@@ -80,13 +71,13 @@ def _next_losses(case: Case, mesh: MeshShape, reports: list[Saved]) -> list[tupl
 def load_weights(context: RankContext, case: Case, mesh: MeshShape, root: Path) -> Loaded:
     from testbed.checkpoints import load_weights_only
 
-    return load_weights_only(context, case.model, mesh, root, case.formats[0])
+    return load_weights_only(context, case, mesh, root)
 
 
 def refuse(context: RankContext, case: Case, mesh: MeshShape, root: Path) -> Failed:
     from testbed.checkpoints import refuse_load
 
-    return refuse_load(context, case.model, mesh, root, case.formats[0])
+    return refuse_load(context, case, mesh, root)
 
 
 def start_from_base(context: RankContext, model: str, mesh: MeshShape, root: Path) -> list[str]:
@@ -96,7 +87,7 @@ def start_from_base(context: RankContext, model: str, mesh: MeshShape, root: Pat
 
 
 def test_a_resume_without_optimizer_would_be_seen(saved_cases: SavedCases, launcher: RankLauncher) -> None:
-    case, mesh = Case("llama", MeshShape(2, 2)), MeshShape(4, 1)
+    case, mesh = LLAMA, MeshShape(4, 1)
     root, reports = saved_cases.find(case)
     for loaded in launcher.run(load_weights, case, mesh, root, ranks=mesh.ranks):
         assert loaded.differences
@@ -110,7 +101,7 @@ def test_a_resume_without_optimizer_would_be_seen(saved_cases: SavedCases, launc
 def test_an_adapters_optimizer_does_not_leave_expert_parallelism_but_the_adapter_does(
     saved_cases: SavedCases, launcher: RankLauncher
 ) -> None:
-    case, mesh = EXPERT_ADAPTERS[0][0], MeshShape(dp=4)
+    case, mesh = LORA_EXPERTS, MeshShape(dp=4)
     root, _ = saved_cases.find(case)
     # With ep Automodel stores this optimizer under numbers, without it under names.
     first, *others = launcher.run(refuse, case, mesh, root, ranks=mesh.ranks)
@@ -124,9 +115,9 @@ def test_an_adapters_optimizer_does_not_leave_expert_parallelism_but_the_adapter
 @pytest.mark.parametrize(
     ("case", "model", "mesh"),
     [
-        (Case("llama", MeshShape(2, 2)), "llama", MeshShape(2, 2)),
-        (Case("llama", MeshShape(2, 2)), "lora_llama", MeshShape(2, 2)),
-        (Case("qwen2_tied", MeshShape(2, 2)), "qwen2_tied", MeshShape(4, 1)),
+        (LLAMA, "llama", MeshShape(2, 2)),
+        (LLAMA, "lora_llama", MeshShape(2, 2)),
+        (QWEN2_TIED, "qwen2_tied", MeshShape(4, 1)),
         (Case("qwen3_moe", MeshShape(4, ep=2)), "qwen3_moe", MeshShape(2, ep=2)),
         (Case("deepseek_v3", MeshShape(4, ep=2)), "deepseek_v3", MeshShape(4, ep=4)),
     ],

@@ -22,7 +22,7 @@ from testbed.training import (
     train_steps,
     write_snapshot,
 )
-from testbed.values import Failed, Loaded, MeshShape, Saved
+from testbed.values import Case, Failed, Loaded, MeshShape, Saved
 
 FORMATS: dict[str, dict[str, Any]] = {
     "torch_save": {"model_save_format": "torch_save", "save_consolidated": False},
@@ -42,9 +42,10 @@ _DATA_SEED = 100
 _OTHER_DATA_SEED = 900
 
 
-def build_manager(run: Run, root: Path) -> AutomodelCheckpointManager:
-    """Create the manager of a training loop."""
-    manager = AutomodelCheckpointManager(run.meshes.dp, run.meshes.tp, moe_mesh=run.meshes.moe)
+def build_manager(run: Run, root: Path, *, with_keys: bool = False) -> AutomodelCheckpointManager:
+    """Create the manager of a training loop, which may know the whole model's keys."""
+    keys = run.keys if with_keys else None
+    manager = AutomodelCheckpointManager(run.meshes.dp, run.meshes.tp, keys, run.meshes.moe)
     manager.init_checkpointer(
         config_updates={"model_repo_id": "tiny/model", "model_cache_dir": str(root), "is_peft": run.is_peft},
         checkpoint_root=str(root),
@@ -100,28 +101,26 @@ def continue_run(run: Run) -> list[float]:
     return train_steps(run, _NEXT_STEPS, _DATA_SEED + _STEPS)
 
 
-def save_formats(_context: RankContext, name: str, shape: MeshShape, root: Path, formats: list[str]) -> Saved:
+def save_formats(_context: RankContext, case: Case, root: Path) -> Saved:
     """Train a run, write what a load must bring back, and save the run in each format with one manager."""
-    run = start_saved_run(name, shape)
+    run = start_saved_run(case.model, case.mesh)
     expected = take_snapshot(run)
     write_snapshot(expected, root / EXPECTED)
-    manager = build_manager(run, root)
-    for format_name in formats:
+    manager = build_manager(run, root, with_keys=case.with_keys)
+    for format_name in case.formats:
         save_run(manager, run, root / format_name, FORMATS[format_name])
     changes = compare_snapshots(expected, take_snapshot(run))
     return Saved(changes, continue_run(run))
 
 
-def load_formats(
-    _context: RankContext, name: str, shape: MeshShape, root: Path, formats: list[str]
-) -> dict[str, Loaded]:
+def load_formats(_context: RankContext, case: Case, shape: MeshShape, root: Path) -> dict[str, Loaded]:
     """Load each format into a run of its own."""
-    return {format_name: _load_format(name, shape, root, format_name) for format_name in formats}
+    return {format_name: _load_format(case, shape, root, format_name) for format_name in case.formats}
 
 
-def _load_format(name: str, shape: MeshShape, root: Path, format_name: str) -> Loaded:
-    run = start_other_run(name, shape)
-    manager = build_manager(run, root)
+def _load_format(case: Case, shape: MeshShape, root: Path, format_name: str) -> Loaded:
+    run = start_other_run(case.model, shape)
+    manager = build_manager(run, root, with_keys=case.with_keys)
     scale_frozen(run, 2.0)
     load_run(manager, run, root / format_name)
     expected = _double_frozen(run, read_snapshot(root / EXPECTED))
@@ -130,10 +129,10 @@ def _load_format(name: str, shape: MeshShape, root: Path, format_name: str) -> L
     return Loaded(differences, continue_run(run))
 
 
-def load_weights_only(_context: RankContext, name: str, shape: MeshShape, root: Path, format_name: str) -> Loaded:
-    """Load without optimizer and scheduler."""
-    run = start_other_run(name, shape)
-    build_manager(run, root).load_checkpoint(run.model, str(root / format_name / "policy" / "weights"))
+def load_weights_only(_context: RankContext, case: Case, shape: MeshShape, root: Path) -> Loaded:
+    """Load the first format without optimizer and scheduler."""
+    run = start_other_run(case.model, shape)
+    build_manager(run, root).load_checkpoint(run.model, str(root / case.formats[0] / "policy" / "weights"))
     differences = compare_snapshots(read_snapshot(root / EXPECTED), take_snapshot(run))
     return Loaded(differences, continue_run(run))
 
@@ -172,11 +171,11 @@ def report_failure(run: Run, work: Callable[[], None]) -> Failed:
     return Failed("nothing", "the call succeeded", [])
 
 
-def refuse_load(_context: RankContext, name: str, shape: MeshShape, root: Path, format_name: str) -> Failed:
-    """Load what does not fit."""
-    run = start_other_run(name, shape)
+def refuse_load(_context: RankContext, case: Case, shape: MeshShape, root: Path) -> Failed:
+    """Load what does not fit, from the first format."""
+    run = start_other_run(case.model, shape)
     manager = build_manager(run, root)
-    return report_failure(run, lambda: load_run(manager, run, root / format_name))
+    return report_failure(run, lambda: load_run(manager, run, root / case.formats[0]))
 
 
 def load_base(_context: RankContext, name: str, shape: MeshShape, root: Path) -> list[str]:

@@ -131,15 +131,32 @@ def fail_to_plan(_context: RankContext, place: Place) -> Failed:
     return report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))
 
 
-def fail_to_write(context: RankContext, place: Place, culprit: int) -> Failed:
-    """Save again where one rank's files may not grow beyond a few bytes."""
+def fail_to_write(context: RankContext, place: Place, culprit: int, limit: int) -> Failed:
+    """Save again where one rank's files may not grow beyond a limit, in bytes."""
     run = start_saved_run(place.model, place.mesh)
     continue_run(run)
     manager = build_manager(run, place.root)
     if context.rank == culprit:
         # Past the limit a write fails with EFBIG, as on a full disk; Python ignores the signal.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     return report_failure(run, lambda: save_run(manager, run, place.root / STEP, FORMATS[place.format_name]))
+
+
+def fail_to_read(context: RankContext, place: Place, culprit: int) -> Failed:
+    """Load where one rank cannot open another file."""
+    run = start_other_run(place.model, place.mesh)
+    manager = build_manager(run, place.root)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def load() -> None:
+        if context.rank == culprit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+        try:
+            load_run(manager, run, place.root / STEP)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return report_failure(run, load)
 
 
 def load_with_odd_rank(context: RankContext, place: Place, culprit: int) -> Failed:

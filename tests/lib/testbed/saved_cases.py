@@ -7,19 +7,7 @@ from pathlib import Path
 
 from testbed.launcher import RankFailure, RankLauncher
 from testbed.rank import RankContext
-from testbed.values import MeshShape, Saved
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model that is saved once, in several formats."""
-
-    model: str
-    mesh: MeshShape
-    formats: tuple[str, ...] = ("torch_save", "safetensors", "consolidated")
-
-    def __str__(self) -> str:
-        return f"{self.model}-{self.mesh}"
+from testbed.values import Case, Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +44,4 @@ def save_case(context: RankContext, case: Case, root: Path) -> Saved:
     """Train and save a case; runs in a rank."""
     from testbed.checkpoints import save_formats  # noqa: PLC0415  the launching process must not import torch
 
-    return save_formats(context, case.model, case.mesh, root, list(case.formats))
+    return save_formats(context, case, root)

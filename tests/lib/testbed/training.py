@@ -29,6 +29,8 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
+    keys: list[str]
+    """Names in the state dict of the whole model, taken before it was sharded."""
 
     @property
     def is_peft(self) -> bool:
@@ -40,9 +42,10 @@ def start_run(name: str, shape: MeshShape, seed: int) -> Run:
     """Build a model from a seed on all ranks, shard it, and give it AdamW and a step schedule."""
     architecture = ARCHITECTURES[name]
     model = architecture.build(seed)
+    keys = list(model.state_dict())
     meshes = architecture.shard(model, shape)
     optimizer = torch.optim.AdamW(_group_parameters(model), lr=1e-2, foreach=False)
-    return Run(architecture, meshes, model, optimizer, StepLR(optimizer, step_size=2, gamma=0.5))
+    return Run(architecture, meshes, model, optimizer, StepLR(optimizer, step_size=2, gamma=0.5), keys)
 
 
 def _group_parameters(model: nn.Module) -> list[dict[str, object]]:

@@ -25,6 +25,21 @@ class MeshShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    """A model that is saved once, in several formats."""
+
+    model: str
+    mesh: MeshShape
+    formats: tuple[str, ...] = ("torch_save", "safetensors", "consolidated")
+
+    with_keys: bool = False
+    """Whether the managers are told the whole model's keys."""
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.mesh}"
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """What a rank reports after saving."""
 
