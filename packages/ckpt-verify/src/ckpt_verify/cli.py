@@ -59,7 +59,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "compare",
         help="compare the tensors of two checkpoints bit for bit",
         description="Compare the tensors of two checkpoints of any layouts, bit for bit. "
-        "Wrapper prefixes and nesting come off the names; objects and optimizer state are not compared.",
+        "Wrapper prefixes and nesting come off the names; objects, optimizer state and "
+        "extra states of modules are not compared.",
         epilog="exit codes: 0 equal, 1 different, 2 not comparable",
     )
     compare.add_argument("a", metavar="A", type=Path, help="the expected checkpoint")

@@ -44,6 +44,8 @@ class ComparedSide:
     """Entries that are no tensors, by stored name; not compared."""
     outside: tuple[str, ...]
     """Tensors that lie beside the model in the saved state, such as an optimizer's; not compared."""
+    extra_states: tuple[str, ...]
+    """Tensors that modules keep beside their weights (`_extra_state`), by stored name; not compared."""
     warnings: tuple[Problem, ...]
     """What is doubtful but does not keep the checkpoint from being read."""
 

@@ -52,7 +52,11 @@ def _build_side(side: ComparedSide) -> dict[str, object]:
         "path": str(side.path),
         "layout": side.layout.value,
         "tensors": side.tensors,
-        "not_compared": {"objects": list(side.objects), "outside": list(side.outside)},
+        "not_compared": {
+            "objects": list(side.objects),
+            "outside": list(side.outside),
+            "extra_states": list(side.extra_states),
+        },
         "warnings": build_problems_json(side.warnings),
     }
 
@@ -74,6 +78,8 @@ def _render_side_notes(label: str, side: ComparedSide) -> Iterator[str]:
         yield f"note: {label}: not compared, no tensors: {_list_first(side.objects)}"
     if side.outside:
         yield f"note: {label}: not compared, beside the model: {_list_first(side.outside)}"
+    if side.extra_states:
+        yield f"note: {label}: not compared, extra states of modules: {_list_first(side.extra_states)}"
     for warning in side.warnings:
         yield f"warning: {label}: {warning}"
 
