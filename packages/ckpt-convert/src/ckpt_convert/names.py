@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_core.errors import KeyMismatchError
-from ckpt_core.inspect import escape_controls
 from ckpt_core.key_mapping import find_canonical_names, is_extra_state
 from ckpt_core.reader import CheckpointReader
+from ckpt_core.terminal import escape_controls, list_some
 
 _SHOWN = 5
 
@@ -82,4 +82,4 @@ def change_names(reader: CheckpointReader) -> NameChanges:
 
 
 def _join(names: tuple[str, ...]) -> str:
-    return escape_controls(", ".join(names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    return escape_controls(", ".join(list_some(names, _SHOWN)))

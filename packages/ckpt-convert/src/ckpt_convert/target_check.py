@@ -11,6 +11,7 @@ from ckpt_core.errors import ConfigError, Problem, TargetError
 from ckpt_core.record import RECORD_NAME, read_record
 from ckpt_core.safetensors_header import build_header
 from ckpt_core.spec import TensorSpec
+from ckpt_core.terminal import list_some
 from safetensors import SafetensorError, deserialize
 
 _SHOWN = 5
@@ -96,8 +97,7 @@ def _list_recorded(target: Path) -> set[str]:
 
 
 def _join(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(list_some(names, _SHOWN))
 
 
 def _holds_dtype(dtype: str) -> bool:

@@ -19,6 +19,11 @@ class ValueProblem(Problem):
     count: int
     """Number of elements that differ."""
 
+    def to_json(self) -> dict[str, object]:
+        """Return the problem as JSON types."""
+        # A class with slots is made anew, and super() without arguments would name the first one.
+        return Problem.to_json(self) | {"index": list(self.index), "count": self.count}
+
 
 @dataclass(frozen=True, slots=True)
 class TiedPair:
