@@ -209,5 +209,4 @@ def _require_tensors(reader: CheckpointReader, names: NameChanges) -> None:
 
 
 def _find_assets(reader: CheckpointReader, assets: str | os.PathLike[str] | None) -> tuple[Asset, ...]:
-    directory = reader.path if reader.path.is_dir() else reader.path.parent
-    return find_assets(directory, None if assets is None else Path(assets), exclude=frozenset({RECORD_NAME}))
+    return find_assets(reader.directory, None if assets is None else Path(assets), exclude=frozenset({RECORD_NAME}))

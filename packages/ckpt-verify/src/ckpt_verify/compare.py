@@ -129,7 +129,7 @@ class _Comparer:
         twin = find_twin(fqn, set(absent.specs))
         if twin is None:
             yield Problem(kind, fqn, message)
-        elif denying := [side.label for side in (self._a, self._b) if denies_tying(side.reader.path)]:
+        elif denying := [side.label for side in (self._a, self._b) if denies_tying(side.reader.directory)]:
             labels = " and ".join(denying)
             yield Problem(kind, fqn, f"{message}; config.json of {labels} says that it is not tied to {twin}")
         elif reason := self._find_untied(present, spec, absent.specs[twin]):
