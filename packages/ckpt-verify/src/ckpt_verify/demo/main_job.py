@@ -1,12 +1,9 @@
-"""Run the demo: train and save, then take each save to a folder that transformers opens."""
+"""Train and save, then take each save to a folder that transformers opens."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +36,6 @@ class Outcome:
     def is_equal(self) -> bool:
         """Whether nothing at all was lost."""
         return self.compared_equal and self.logits_equal
-
-
-def main() -> int:
-    """Run the demo; 0 if everything came out equal, 1 if not."""
-    parser = argparse.ArgumentParser(prog="python -m ckpt_verify.demo", description="The main job on a tiny model.")
-    parser.add_argument("directory", nargs="?", type=Path, help="a new directory to keep the files in")
-    directory: Path | None = parser.parse_args().directory
-    if directory is not None:
-        directory.mkdir(parents=True)
-        return run_demo(directory.resolve())
-    with tempfile.TemporaryDirectory(prefix="ckpt-demo-") as temporary:
-        return run_demo(Path(temporary))
 
 
 def run_demo(root: Path) -> int:
@@ -105,8 +90,3 @@ def print_table(outcomes: list[Outcome]) -> None:
         tensors, logits = ("equal" if equal else "DIFFERENT" for equal in (row.compared_equal, row.logits_equal))
         seconds = f"{row.convert_seconds:.1f} s"
         print(f"{row.saved_as:<12} {seconds:>12}  {tensors:<10} {logits:<10} {row.largest_difference:>18g}")
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the training processes share the cores
-    sys.exit(main())
