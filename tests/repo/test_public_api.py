@@ -41,6 +41,11 @@ def test_every_name_in_all_can_be_imported(module: ModuleType) -> None:
         assert getattr(module, name) is not None
 
 
+def test_another_name_is_an_attribute_error(module: ModuleType) -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = module.nonsense
+
+
 def test_every_public_object_has_a_docstring(module: ModuleType) -> None:
     for name in module.__all__:
         value = getattr(module, name)
