@@ -44,7 +44,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 names = st.text().filter(lambda name: explain_unsafe_name(name) is None)
-sizes = st.integers(0, 2**63 - 1)
+sizes = st.integers(0, 2**62 - 1)
 tensors = st.builds(
     TensorRecord,
     st.sampled_from(sorted(DTYPE_BITS)),
@@ -166,7 +166,7 @@ def without(key: str) -> dict[str, Any]:
         VALID | {"files": {"a": True}},
         VALID | {"files": {"a": "1"}},
         VALID | {"files": {"a": None}},
-        VALID | {"files": {"a": 2**63}},
+        VALID | {"files": {"a": 2**62}},
         VALID | {"tensors": []},
         VALID | {"tensors": {"w": []}},
         VALID | {"tensors": {"w": {"dtype": "F32"}}},

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from ckpt_core.checkpoint_files import iter_files
 from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.layout import ADAPTER_CONFIG
 
 _DATA_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 _NESTED_SUFFIXES = frozenset({".py", ".jinja"})
 """Custom code and chat templates may lie in folders of their own."""
-_WEIGHT_FILES = ("*.index.json", "fqn_to_*_mapping.json", "adapter_config.json")
+_WEIGHT_FILES = ("*.index.json", "fqn_to_*_mapping.json", ADAPTER_CONFIG)
 _TOKENIZER_FILES = (
     "tokenizer*.json",
     "special_tokens_map.json",

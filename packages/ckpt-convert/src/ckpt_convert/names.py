@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ckpt_core.errors import KeyMismatchError
 from ckpt_core.key_mapping import find_canonical_names, is_extra_state
 from ckpt_core.reader import CheckpointReader
+from ckpt_core.spec import Nesting
 from ckpt_core.terminal import escape_controls, list_some
 
 _SHOWN = 5
@@ -24,7 +25,7 @@ class NameChanges:
 
     kept: Mapping[str, str]
     """Stored FQN of each tensor that is written, by its name in the output."""
-    nest: tuple[str | int, ...]
+    nest: Nesting
     """Path in the saved state dict under which the model lies; `()` if at the top."""
     left_out: Mapping[str, tuple[str, ...]]
     """Stored FQNs of what is not written, by what it is."""

@@ -11,12 +11,10 @@ from pathlib import Path
 
 from ckpt_core.checkpoint_files import find_size, read_range
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem
-from ckpt_core.layout import CheckpointLayout
-from ckpt_core.safetensors_header import parse_strict_json
+from ckpt_core.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CheckpointLayout
 from ckpt_core.safetensors_reader import SafetensorsReader
+from ckpt_core.strict_json import parse_strict_json
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CONFIG_LIMIT = 1 << 24  # a configuration takes about 1 KB
 
 

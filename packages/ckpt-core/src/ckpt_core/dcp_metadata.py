@@ -24,15 +24,22 @@ from types import MappingProxyType
 from typing import TypeGuard
 
 from ckpt_core.checkpoint_files import find_name_fault
+from ckpt_core.coverage import Box
 from ckpt_core.dtypes import DTYPE_OF_TORCH
 from ckpt_core.errors import CorruptCheckpointError, Problem
-from ckpt_core.inert_pickle import Construct, ForbiddenCallError, Global, Record, allow_records, load_pickle
-from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorSpec
+from ckpt_core.inert_pickle import (
+    Construct,
+    ForbiddenCallError,
+    Global,
+    Record,
+    allow_records,
+    load_pickle,
+    make_empty_dict,
+    refuse_call,
+)
+from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorSpec, is_count
 
-Nesting = tuple[str | int, ...]
 _Where = tuple[str, tuple[int, ...] | None]
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-_LARGEST = 1 << 62  # beyond any file; a larger number is damage
 
 _CHECKPOINT_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 _METADATA_CLASSES = (
@@ -87,22 +94,12 @@ def _make_size(args: tuple[object, ...]) -> object:
     return tuple(sizes)
 
 
-def _make_dict(args: tuple[object, ...]) -> object:
-    if args:
-        raise ValueError("an OrderedDict made from arguments")
-    return {}
-
-
 def _get_enum_member(args: tuple[object, ...]) -> object:
     """Stand for `getattr(enum, name)`, as Python 3.11.0 pickles a member; for no other getattr."""
     match args:
         case (Global(name=owner), str(member)) if owner.upper().endswith("MEM_FORMAT_ENCODING"):
             return Record(owner, (member,))
     raise ForbiddenCallError("getattr on something else than an enumeration")
-
-
-def _refuse_call(_args: tuple[object, ...]) -> object:
-    raise ValueError("a dtype is called")
 
 
 _ALLOWED: dict[str, Construct] = {
@@ -116,13 +113,13 @@ _ALLOWED: dict[str, Construct] = {
     **allow_records(*(f"pathlib._local.{name}" for name in _PATH_CLASSES)),
     **allow_records("torch.serialization._get_layout", "torch.device"),
     "torch.Size": _make_size,
-    "collections.OrderedDict": _make_dict,
-    "builtins.dict": _make_dict,
+    "collections.OrderedDict": make_empty_dict,
+    "builtins.dict": make_empty_dict,
     "builtins.getattr": _get_enum_member,
-    **dict.fromkeys((f"torch.{name}" for name in DTYPE_OF_TORCH), _refuse_call),
-    **dict.fromkeys((f"torch.{name}" for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")), _refuse_call),
-    **dict.fromkeys((f"torch.{s}int{bits}" for s in ("", "u") for bits in range(1, 8)), _refuse_call),
-    **dict.fromkeys(("torch.bits8", "torch.bits16", "torch.bits1x8", "torch.bits2x4", "torch.bits4x2"), _refuse_call),
+    **dict.fromkeys((f"torch.{name}" for name in DTYPE_OF_TORCH), refuse_call),
+    **dict.fromkeys((f"torch.{name}" for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")), refuse_call),
+    **dict.fromkeys((f"torch.{s}int{bits}" for s in ("", "u") for bits in range(1, 8)), refuse_call),
+    **dict.fromkeys(("torch.bits8", "torch.bits16", "torch.bits1x8", "torch.bits2x4", "torch.bits4x2"), refuse_call),
 }
 """Every name that a `.metadata` may hold; what is made of it is inert."""
 
@@ -134,10 +131,6 @@ def _fault(source: str, expected: str, found: object) -> CorruptCheckpointError:
 
 def _is_record(value: object, name: str) -> TypeGuard[Record]:
     return isinstance(value, Record) and value.name.rpartition(".")[2] == name
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < _LARGEST
 
 
 def _find_fields(record: Record) -> Mapping[str, object]:
@@ -213,7 +206,7 @@ class _MetadataReader:
         if fault is not None or not isinstance(file, str):
             msg = f"{self.source}: expected {fqn!r} in a file beside it, found {file!r:.80}: {fault}"
             raise CorruptCheckpointError(msg)
-        if not (_is_count(offset) and _is_count(length)):
+        if not (is_count(offset) and is_count(length)):
             raise _fault(self.source, f"an offset and a length for {fqn!r}", offset)
         if fields.get("transform_descriptors"):
             message = "its bytes were transformed on writing (compressed, for instance); that cannot be undone here"
@@ -249,7 +242,7 @@ class _MetadataReader:
         scale = 2 if dtype == "F4" and shape else 1
         self.tensors[fqn] = TensorSpec(fqn, dtype, _scale(shape, scale), tuple(_scale_chunk(c, scale) for c in chunks))
 
-    def _read_boxes(self, fqn: str, chunks: object) -> list[_Box]:
+    def _read_boxes(self, fqn: str, chunks: object) -> list[Box]:
         if not isinstance(chunks, list):
             raise _fault(self.source, f"a list of chunks for {fqn!r}", chunks)
         boxes = []
@@ -260,7 +253,7 @@ class _MetadataReader:
             boxes.append((self._read_counts(fields.get("offsets"), fqn), self._read_counts(fields.get("sizes"), fqn)))
         return boxes
 
-    def _place_chunks(self, fqn: str, boxes: list[_Box], stored: dict[_Where, StoredRange]) -> list[Chunk]:
+    def _place_chunks(self, fqn: str, boxes: list[Box], stored: dict[_Where, StoredRange]) -> list[Chunk]:
         chunks = []
         places = {offsets: stored.get((fqn, offsets)) for offsets, _ in boxes}
         for offsets, sizes in boxes:
@@ -302,7 +295,7 @@ class _MetadataReader:
         raise _fault(self.source, f"the properties of {fqn!r}", properties.state)
 
     def _read_counts(self, value: object, fqn: str) -> tuple[int, ...]:
-        if isinstance(value, tuple | list) and all(_is_count(item) for item in value):
+        if isinstance(value, tuple | list) and all(is_count(item) for item in value):
             return tuple(value)
         raise _fault(self.source, f"sizes or offsets of {fqn!r}", value)
 

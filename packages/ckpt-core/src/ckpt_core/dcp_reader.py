@@ -11,13 +11,13 @@ from pathlib import Path
 from ckpt_core.checkpoint_files import find_size, read_range
 from ckpt_core.completeness import compare_with_record
 from ckpt_core.coverage import check_tiling
-from ckpt_core.dcp_metadata import DcpMetadata, Nesting, parse_dcp_metadata
+from ckpt_core.dcp_metadata import DcpMetadata, parse_dcp_metadata
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Problem
 from ckpt_core.layout import DCP_METADATA, CheckpointLayout
 from ckpt_core.record import read_record
 from ckpt_core.safetensors_header import SafetensorsHeader, read_header
 from ckpt_core.safetensors_reader import find_row_major_strides
-from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
+from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, TensorSpec
 from ckpt_core.torch_archive import ARCHIVE_MAGIC, ArchivedTensor, ArchiveFinder
 
 DATA_SUFFIX = ".distcp"

@@ -68,6 +68,18 @@ def allow_records(*names: str) -> dict[str, Construct]:
     return {name: record(name) for name in names}
 
 
+def make_empty_dict(args: tuple[object, ...]) -> object:
+    """Stand for `dict()` and `OrderedDict()`, which pickles fill afterwards."""
+    if args:
+        raise ValueError("a dict made from arguments")
+    return {}
+
+
+def refuse_call(_args: tuple[object, ...]) -> object:
+    """Stand for what is named but never called, such as a dtype."""
+    raise ValueError("a constant is called")
+
+
 def load_pickle(
     data: bytes,
     allowed: Mapping[str, Construct],

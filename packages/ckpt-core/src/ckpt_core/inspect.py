@@ -10,9 +10,10 @@ from types import MappingProxyType
 
 from ckpt_core.adapter import AdapterConfig, read_adapter_config
 from ckpt_core.errors import CheckpointError, Problem
-from ckpt_core.key_mapping import Nesting, find_canonical_names
+from ckpt_core.key_mapping import find_canonical_names
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
+from ckpt_core.spec import Nesting
 from ckpt_core.terminal import format_bytes, join_lines, list_some
 
 _SHOWN = 20

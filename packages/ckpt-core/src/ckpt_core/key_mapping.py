@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ckpt_core.errors import Problem
-
-Nesting = tuple[str | int, ...]
+from ckpt_core.spec import Nesting
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _DDP_PREFIX = "module."

@@ -41,7 +41,9 @@ class DetectedLayout:
 DCP_METADATA = ".metadata"
 """Name of the file that makes a directory a DCP."""
 
-_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_config.json")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_ADAPTER_FILES = (ADAPTER_WEIGHTS, "adapter_model.bin", ADAPTER_CONFIG)
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 # Written beside weights by trainers; never the weights themselves.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "meta", "scaler", "adapter")
@@ -142,9 +144,9 @@ def _find_layouts(directory: Path, names: list[str]) -> list[CheckpointLayout]:
             f"{directory}: expected {DCP_METADATA} beside the .distcp files, found none;"
             " the save did not finish, or the file was not copied"
         )
-    if "adapter_model.safetensors" in names:
+    if ADAPTER_WEIGHTS in names:
         found.append(CheckpointLayout.ADAPTER)
-    weights = [n for n in names if n.endswith(".safetensors") and not n.startswith(("adapter_model", "."))]
+    weights = [name for name in names if is_safetensors_weights(name)]
     if INDEX_NAME in names:
         found.append(CheckpointLayout.SAFETENSORS)
     elif weights:
@@ -152,6 +154,11 @@ def _find_layouts(directory: Path, names: list[str]) -> list[CheckpointLayout]:
     if not found and any(_is_torch_weights(name) for name in names):
         found.append(CheckpointLayout.TORCH)
     return found
+
+
+def is_safetensors_weights(name: str) -> bool:
+    """Whether a file of that name holds weights of a model as safetensors; an adapter's are not."""
+    return name.endswith(".safetensors") and not name.startswith(("adapter_model", "."))
 
 
 def _is_torch_weights(name: str) -> bool:

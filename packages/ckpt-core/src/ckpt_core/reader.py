@@ -18,7 +18,7 @@ from ckpt_core.errors import LayoutError, Problem
 from ckpt_core.layout import CheckpointLayout, detect_layout
 from ckpt_core.safetensors_reader import SafetensorsReader
 from ckpt_core.sharded_reader import ShardedSafetensorsReader
-from ckpt_core.spec import Chunk, ObjectSpec, TensorData, TensorSpec
+from ckpt_core.spec import Chunk, Nesting, ObjectSpec, TensorData, TensorSpec
 
 
 class CheckpointReader(Protocol):
@@ -50,7 +50,7 @@ class CheckpointReader(Protocol):
         """Every entry that is no tensor, by stored FQN."""
 
     @property
-    def nesting(self) -> Mapping[str, tuple[str | int, ...]]:
+    def nesting(self) -> Mapping[str, Nesting]:
         """Path of each FQN in the nested state dict it was saved from; empty if unknown."""
 
     def check(self) -> list[Problem]:

@@ -12,22 +12,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from ckpt_core.checkpoint_files import find_name_fault, iter_files
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem, translate_os_errors
 from ckpt_core.layout import CheckpointLayout
-from ckpt_core.spec import DTYPE_BITS
+from ckpt_core.spec import DTYPE_BITS, is_count
+from ckpt_core.strict_json import parse_strict_json
 
 RECORD_NAME = "ckpt_record.json"
 FORMAT_VERSION = 1
 
 _DIGEST = re.compile(r"[a-z0-9][a-z0-9-]*:[0-9a-f]+")
-_SIZE_LIMIT = 2**63
-"""No file or dimension reaches this; larger numbers in a record are damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class TensorRecord:
         """Refuse what no tensor has."""
         if self.dtype not in DTYPE_BITS:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; known are {sorted(DTYPE_BITS)}")
-        if not all(_is_size(n) for n in self.shape):
+        if not all(is_count(n) for n in self.shape):
             raise ConfigError(f"shape {self.shape!r} is not made of non-negative integers")
         if self.digest is not None and not _DIGEST.fullmatch(self.digest):
             raise ConfigError(f"digest {self.digest!r} is not of the form algorithm:hex")
@@ -73,7 +71,7 @@ class CheckpointRecord:
         for name, size in self.files.items():
             if reason := explain_unsafe_name(name):
                 raise ConfigError(f"file name {name!r} {reason}")
-            if not _is_size(size):
+            if not is_count(size):
                 raise ConfigError(f"size {size!r} of file {name!r} is not a non-negative integer")
 
 
@@ -108,13 +106,13 @@ def read_record(directory: Path) -> CheckpointRecord | None:
     except OSError as error:
         raise CorruptCheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     try:
-        content = json.loads(raw, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)
+        content = parse_strict_json(raw.decode(), any_keys=True)
         _check_version(path, content)
         return _parse_record(content)
     # UnicodeDecodeError, JSONDecodeError and ConfigError are ValueErrors; LayoutError too, and passes.
     except LayoutError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         message = f"{path}: not a record that this project wrote: {error}; restore it or remove it"
         raise CorruptCheckpointError(message) from error
 
@@ -229,23 +227,6 @@ def _expect_text(name: str, value: object) -> str | None:
 
 
 def _expect_size(name: str, value: object) -> int:
-    if not isinstance(value, int) or not _is_size(value):
+    if not is_count(value):
         raise ConfigError(f"{name}: {value!r} is not a non-negative integer")
     return value
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _SIZE_LIMIT
-
-
-def _build_unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    built: dict[str, object] = {}
-    for key, value in pairs:
-        if key in built:
-            raise ConfigError(f"{key!r} stands there twice")
-        built[key] = value
-    return built
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ConfigError(f"{name} is not a number")

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
 
 from ckpt_core.checkpoint_files import find_name_fault, find_size, read_range
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem, ProblemKind
-from ckpt_core.spec import DTYPE_BITS
+from ckpt_core.spec import DTYPE_BITS, is_count
+from ckpt_core.strict_json import parse_strict_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The library refuses larger headers."""
@@ -161,34 +161,6 @@ def _load_object(path: Path, raw: bytes) -> dict[str, object]:
     return content
 
 
-def parse_strict_json(text: str) -> object:
-    """Parse JSON in which no key stands twice and every key can be written as UTF-8.
-
-    Raises:
-        ValueError: The text is no such JSON, or nested too deeply.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)
-    except RecursionError as err:
-        raise ValueError("brackets nested too deeply") from err
-
-
-def _build_unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    built: dict[str, object] = {}
-    for key, value in pairs:
-        if key in built:
-            msg = f"the key {key!r} twice"
-            raise ValueError(msg)
-        key.encode()  # a lone surrogate is valid JSON, but no name that could be written again
-        built[key] = value
-    return built
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    msg = f"{name}, which is no JSON"
-    raise ValueError(msg)
-
-
 class _HeaderParser:
     """Collects the entries and the faults of one header."""
 
@@ -250,16 +222,11 @@ def _find_fault(dtype: str, shape: list[object], begin: int, end: int) -> str | 
     """Say what is wrong with one entry; None if nothing is."""
     if dtype not in DTYPE_BITS or dtype in _FOREIGN_DTYPES:
         return f"dtype {dtype!r} is not known here"
-    if len(shape) > _MAX_DIMS or not all(_is_size(size) for size in shape):
+    if len(shape) > _MAX_DIMS or not all(is_count(size) for size in shape):
         return f"the shape is not a list of at most {_MAX_DIMS} sizes"
-    if not (_is_size(begin) and _is_size(end)):
+    if not (is_count(begin) and is_count(end)):
         return "data_offsets are not two offsets"
     bits = math.prod(size for size in shape if isinstance(size, int)) * DTYPE_BITS[dtype]
     if bits != (end - begin) * 8:
         return f"expected data_offsets that fit {dtype} of shape {shape}, found {end - begin} bytes"
     return None
-
-
-def _is_size(value: object) -> bool:
-    # bool is an int to Python, not to JSON.
-    return type(value) is int and 0 <= value < 1 << 62

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from ckpt_core.checkpoint_files import find_size
 from ckpt_core.completeness import compare_with_record
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Problem
-from ckpt_core.layout import CheckpointLayout
+from ckpt_core.layout import CheckpointLayout, is_safetensors_weights
 from ckpt_core.record import read_record
 from ckpt_core.safetensors_header import INDEX_NAME, HeaderEntry, SafetensorsHeader, read_header, read_index
-from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
+from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, TensorSpec
 
 SUFFIX = ".safetensors"
 _PART_NAME = re.compile(r"(?P<stem>.*?)-?(?P<part>\d{5})-of-(?P<count>\d{5})\.safetensors")
@@ -73,7 +73,7 @@ class SafetensorsReader:
         self._places: dict[str, list[str]] = defaultdict(list)
         self.tensors: Mapping[str, TensorSpec] = MappingProxyType(self._collect())
         self.objects: Mapping[str, ObjectSpec] = MappingProxyType({})
-        self.nesting: Mapping[str, tuple[str | int, ...]] = MappingProxyType({})
+        self.nesting: Mapping[str, Nesting] = MappingProxyType({})
 
     def check(self) -> list[Problem]:
         """Compare headers, index, file names and record with one another."""
@@ -146,11 +146,7 @@ class SafetensorsReader:
 
 def list_safetensors(directory: Path) -> list[str]:
     """List the safetensors files that lie in a directory itself, an adapter's left out."""
-    return sorted(
-        entry.name
-        for entry in directory.iterdir()
-        if entry.suffix == SUFFIX and not entry.name.startswith(("adapter_model", ".")) and entry.is_file()
-    )
+    return sorted(entry.name for entry in directory.iterdir() if is_safetensors_weights(entry.name) and entry.is_file())
 
 
 def locate_raw(directory: Path, spec: TensorSpec, chunk: Chunk) -> TensorData:

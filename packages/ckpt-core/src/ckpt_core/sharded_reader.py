@@ -20,14 +20,15 @@ from ckpt_core.coverage import check_tiling
 from ckpt_core.errors import Problem
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, read_record
-from ckpt_core.safetensors_header import SHARDING_KEY, HeaderEntry, SafetensorsHeader, parse_strict_json
+from ckpt_core.safetensors_header import SHARDING_KEY, HeaderEntry, SafetensorsHeader
 from ckpt_core.safetensors_reader import SafetensorsFiles, list_safetensors, locate_raw
-from ckpt_core.spec import Chunk, ObjectSpec, StoredRange, TensorData, TensorSpec
+from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, TensorSpec, is_count
+from ckpt_core.strict_json import parse_strict_json
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One rank's part of a tensor, empty parts included."""
+class _RankChunk:
+    """The chunk of a tensor that one rank wrote, which may be empty."""
 
     file: str
     offsets: tuple[int, ...]
@@ -52,7 +53,7 @@ class ShardedSafetensorsReader:
         self._conflicts: list[Problem] = []
         self.tensors: Mapping[str, TensorSpec] = MappingProxyType(self._assemble())
         self.objects: Mapping[str, ObjectSpec] = MappingProxyType({})
-        self.nesting: Mapping[str, tuple[str | int, ...]] = MappingProxyType({})
+        self.nesting: Mapping[str, Nesting] = MappingProxyType({})
 
     def check(self) -> list[Problem]:
         """Compare headers, chunks, files and record with one another."""
@@ -78,13 +79,13 @@ class ShardedSafetensorsReader:
                 yield Problem("unexpected_tensor", name, message)
 
     def _assemble(self) -> dict[str, TensorSpec]:
-        parts: dict[str, list[_Part]] = {}
+        found: dict[str, list[_RankChunk]] = {}
         for file, header in self._files.headers.items():
             places = self._read_places(file, header)
             for fqn, entry in header.entries.items():
                 if (offsets := places.get(fqn)) is not None:
-                    parts.setdefault(fqn, []).append(_Part(file, offsets, entry))
-        return {fqn: self._join(fqn, tensor_parts) for fqn, tensor_parts in parts.items()}
+                    found.setdefault(fqn, []).append(_RankChunk(file, offsets, entry))
+        return {fqn: self._join(fqn, chunks) for fqn, chunks in found.items()}
 
     def _read_places(self, file: str, header: SafetensorsHeader) -> Mapping[str, tuple[int, ...]]:
         """Return the offsets of each chunk of a file, after reporting those that cannot be used."""
@@ -103,23 +104,25 @@ class ShardedSafetensorsReader:
                 places[fqn] = offsets
         return places
 
-    def _join(self, fqn: str, parts: Sequence[_Part]) -> TensorSpec:
-        first = parts[0].entry
-        same = [p for p in parts if p.entry.dtype == first.dtype and len(p.offsets) == len(first.shape)]
-        for part in parts:
-            if part not in same:
-                message = f"{first.dtype} with {len(first.shape)} dimensions in {parts[0].file}, other in {part.file}"
+    def _join(self, fqn: str, found: Sequence[_RankChunk]) -> TensorSpec:
+        first = found[0].entry
+        same = [c for c in found if c.entry.dtype == first.dtype and len(c.offsets) == len(first.shape)]
+        for chunk in found:
+            if chunk not in same:
+                message = f"{first.dtype} with {len(first.shape)} dimensions in {found[0].file}, other in {chunk.file}"
                 self._conflicts.append(Problem("dtype", fqn, message))
         chunks = tuple(
-            Chunk(p.offsets, p.entry.shape, StoredRange(p.file, p.entry.offset, p.entry.length, "raw"))
-            for p in same
-            if p.entry.length
+            Chunk(c.offsets, c.entry.shape, StoredRange(c.file, c.entry.offset, c.entry.length, "raw"))
+            for c in same
+            if c.entry.length
         )
         return TensorSpec(fqn, first.dtype, self._find_shape(fqn, same), chunks)
 
-    def _find_shape(self, fqn: str, parts: Sequence[_Part]) -> tuple[int, ...]:
+    def _find_shape(self, fqn: str, chunks: Sequence[_RankChunk]) -> tuple[int, ...]:
         """Take the recorded shape, or as much as the chunks reach."""
-        reached = tuple(max(p.offsets[dim] + p.entry.shape[dim] for p in parts) for dim in range(len(parts[0].offsets)))
+        reached = tuple(
+            max(c.offsets[dim] + c.entry.shape[dim] for c in chunks) for dim in range(len(chunks[0].offsets))
+        )
         recorded = self._record.tensors.get(fqn) if self._record else None
         return recorded.shape if recorded and len(recorded.shape) == len(reached) else reached
 
@@ -135,7 +138,7 @@ def _read_offsets(info: object, entry: HeaderEntry) -> tuple[int, ...] | None:
     offsets = info.get("saved_offsets") if isinstance(info, dict) else None
     if not isinstance(offsets, list) or len(offsets) != len(entry.shape):
         return None
-    if not all(type(o) is int and 0 <= o < 1 << 62 for o in offsets):
+    if not all(is_count(offset) for offset in offsets):
         return None
     if entry.dtype == "F4" and offsets:
         offsets[-1] *= 2  # torch counts two F4 elements as one, the header counts each

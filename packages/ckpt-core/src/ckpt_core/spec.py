@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from ckpt_core.errors import ConfigError
 
@@ -41,6 +41,15 @@ DTYPE_BITS: dict[str, int] = {
 """Bits of one element, by dtype string."""
 
 Encoding = Literal["raw", "torch_save"]
+Nesting = tuple[str | int, ...]
+"""Path of an entry in the nested state dict that it was saved from."""
+
+_LARGEST = 1 << 62  # beyond any file; a larger number is damage
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value read from a file can be a size, an offset or a length; a bool cannot."""
+    return type(value) is int and 0 <= value < _LARGEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,15 @@ from pathlib import Path
 from ckpt_core.checkpoint_files import read_range
 from ckpt_core.dtypes import DTYPE_OF_STORAGE, DTYPE_OF_TORCH
 from ckpt_core.errors import CorruptCheckpointError
-from ckpt_core.inert_pickle import Construct, Global, Record, allow_records, load_pickle
+from ckpt_core.inert_pickle import (
+    Construct,
+    Global,
+    Record,
+    allow_records,
+    load_pickle,
+    make_empty_dict,
+    refuse_call,
+)
 from ckpt_core.spec import DTYPE_BITS
 
 _END = struct.Struct("<4s4H2LH")
@@ -236,22 +244,12 @@ def _find_zip64_values(extra: bytes) -> list[int]:
     return []
 
 
-def _make_dict(args: tuple[object, ...]) -> object:
-    if args:
-        raise ValueError("an OrderedDict with contents, where backward hooks were expected")
-    return {}
-
-
-def _refuse_call(_args: tuple[object, ...]) -> object:
-    raise ValueError("a storage or dtype is called")
-
-
 _ALLOWED: dict[str, Construct] = {
     **allow_records("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"),
-    "collections.OrderedDict": _make_dict,
-    "torch.storage.UntypedStorage": _refuse_call,
-    **dict.fromkeys((f"torch.{name}" for name in DTYPE_OF_STORAGE), _refuse_call),
-    **dict.fromkeys((f"torch.{name}" for name in DTYPE_OF_TORCH), _refuse_call),
+    "collections.OrderedDict": make_empty_dict,
+    "torch.storage.UntypedStorage": refuse_call,
+    **dict.fromkeys((f"torch.{name}" for name in DTYPE_OF_STORAGE), refuse_call),
+    **dict.fromkeys((f"torch.{name}" for name in DTYPE_OF_TORCH), refuse_call),
 }
 
 
