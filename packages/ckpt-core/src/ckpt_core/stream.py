@@ -4,7 +4,7 @@ A tensor is cut into boxes that are contiguous in row-major order and no larger 
 Each box is filled from the chunks that meet it:
 
 - a run of bytes that is contiguous both in the file and in the box is read straight into it;
-- anything else (columns of a chunk, a chunk stored transposed) goes through numpy, in pieces
+- anything else (columns of a chunk, a chunk stored transposed) goes through numpy, in parts
   whose extent in the file is bounded too.
 
 How a tensor is cut depends on its shape, its dtype and the block size only, so that the
@@ -108,7 +108,7 @@ def find_tensor(reader: CheckpointReader, fqn: str) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _LocatedChunk:
     """A chunk and where its elements lie: element `(i, ...)` at `offset + itemsize * sum(i * stride)`."""
 
     offsets: tuple[int, ...]
@@ -171,70 +171,70 @@ class _Source:
         return (*sizes[:-1], sizes[-1] // 2) if self.spec.dtype == "F4" else sizes
 
     @cached_property
-    def pieces(self) -> list[_Piece]:
+    def chunks(self) -> list[_LocatedChunk]:
         return [self._locate(chunk) for chunk in self.spec.chunks]
 
-    def _locate(self, chunk: Chunk) -> _Piece:
+    def _locate(self, chunk: Chunk) -> _LocatedChunk:
         data = self.reader.locate(self.spec, chunk)
         offsets, sizes, strides = self._halve(chunk.offsets), self._halve(chunk.sizes), data.strides
         if self.flat:
             offsets, sizes, strides = (0,), self.shape, (1,)
         elif self.spec.dtype == "F4":
             strides = (*(stride // 2 for stride in strides[:-1]), 1)
-        return _Piece(offsets, sizes, strides, data.offset, data.file)
+        return _LocatedChunk(offsets, sizes, strides, data.offset, data.file)
 
     def read_box(self, box: Box) -> bytes | bytearray:
         """Return the bytes of a box, row by row."""
         length = math.prod(box[1]) * self.itemsize
-        parts = [(piece, common) for piece in self.pieces if (common := _intersect(box, piece))]
-        if len(parts) == 1 and (at := _find_run(box, parts[0][0])) is not None:
-            return self._read(parts[0][0], at, length)
+        shared = [(chunk, common) for chunk in self.chunks if (common := _intersect(box, chunk))]
+        if len(shared) == 1 and (at := _find_run(box, shared[0][0])) is not None:
+            return self._read(shared[0][0], at, length)
         buffer = bytearray(length)
-        for piece, common in parts:
-            self._copy(piece, common, box, buffer)
+        for chunk, common in shared:
+            self._copy(chunk, common, box, buffer)
         return buffer
 
-    def _copy(self, piece: _Piece, common: Box, box: Box, buffer: bytearray) -> None:
+    def _copy(self, chunk: _LocatedChunk, common: Box, box: Box, buffer: bytearray) -> None:
         """Copy the elements that a chunk and a box have in common."""
-        at = _find_run(common, piece)
+        at = _find_run(common, chunk)
         start = _find_run_in_box(common, box)
         if at is not None and start is not None:
-            data = self._read(piece, at, math.prod(common[1]) * self.itemsize)
+            data = self._read(chunk, at, math.prod(common[1]) * self.itemsize)
             buffer[start * self.itemsize : start * self.itemsize + len(data)] = data
         else:
-            self._scatter(piece, common, box, buffer)
+            self._scatter(chunk, common, box, buffer)
 
-    def _scatter(self, piece: _Piece, common: Box, box: Box, buffer: bytearray) -> None:
-        """Copy elements that are strided in the file or in the box, in pieces of bounded extent."""
+    def _scatter(self, chunk: _LocatedChunk, common: Box, box: Box, buffer: bytearray) -> None:
+        """Copy elements that are strided in the file or in the box, in parts of bounded extent."""
         import numpy as np  # noqa: PLC0415  only chunks that are no runs need it
 
         unit = np.dtype(f"u{self.itemsize}" if self.itemsize <= 8 else "c16")  # noqa: PLR2004  numpy's widest integer
         target = np.frombuffer(buffer, unit).reshape(box[1])
-        for offsets, sizes in self._split(piece, common):
-            extent = _find_extent(sizes, piece.strides)
-            data = self._read(piece, _find_first(offsets, piece), extent * self.itemsize)
-            strides = tuple(stride * self.itemsize for stride in piece.strides)
+        for offsets, sizes in self._split(chunk, common):
+            extent = _find_extent(sizes, chunk.strides)
+            data = self._read(chunk, _find_first(offsets, chunk), extent * self.itemsize)
+            strides = tuple(stride * self.itemsize for stride in chunk.strides)
             part = np.lib.stride_tricks.as_strided(np.frombuffer(data, unit), sizes, strides, writeable=False)
             target[tuple(slice(o - b, o - b + s) for o, s, b in zip(offsets, sizes, box[0], strict=True))] = part
 
-    def _split(self, piece: _Piece, box: Box) -> Iterator[Box]:
+    def _split(self, chunk: _LocatedChunk, box: Box) -> Iterator[Box]:
         """Halve a box along its widest stride until reading its extent is bounded and worth it."""
         _, sizes = box
-        extent, wanted = _find_extent(sizes, piece.strides) * self.itemsize, math.prod(sizes) * self.itemsize
+        extent, wanted = _find_extent(sizes, chunk.strides) * self.itemsize, math.prod(sizes) * self.itemsize
         worth_it = extent <= max(_SMALL_READ, wanted * _MAX_WASTE)
         if wanted == self.itemsize or (worth_it and extent <= max(self.block_bytes, _SMALL_READ)):
             yield box
             return
-        dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * piece.strides[d])
+        dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * chunk.strides[d])
         for half in _halve_box(box, dim):
-            yield from self._split(piece, half)
+            yield from self._split(chunk, half)
 
-    def _read(self, piece: _Piece, element: int, length: int) -> bytes:
-        offset = piece.offset + element * self.itemsize
-        data = self.files.read(piece.file, offset, length)
+    def _read(self, chunk: _LocatedChunk, element: int, length: int) -> bytes:
+        offset = chunk.offset + element * self.itemsize
+        data = self.files.read(chunk.file, offset, length)
         if len(data) < length:
             raise CorruptCheckpointError(
-                f"{self.reader.path}: expected {length} bytes at offset {offset} of {piece.file} for"
+                f"{self.reader.path}: expected {length} bytes at offset {offset} of {chunk.file} for"
                 f" {self.spec.fqn!r}, found {len(data)}; the file is cut short"
             )
         return data
@@ -282,10 +282,10 @@ def _iter_indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield tuple(reversed(index))
 
 
-def _intersect(box: Box, piece: _Piece) -> Box | None:
+def _intersect(box: Box, chunk: _LocatedChunk) -> Box | None:
     starts, sizes = [], []
-    for o, s, po, ps in zip(*box, piece.offsets, piece.sizes, strict=True):
-        start, end = max(o, po), min(o + s, po + ps)
+    for o, s, co, cs in zip(*box, chunk.offsets, chunk.sizes, strict=True):
+        start, end = max(o, co), min(o + s, co + cs)
         if start >= end:
             return None
         starts.append(start)
@@ -293,19 +293,19 @@ def _intersect(box: Box, piece: _Piece) -> Box | None:
     return tuple(starts), tuple(sizes)
 
 
-def _find_first(offsets: tuple[int, ...], piece: _Piece) -> int:
+def _find_first(offsets: tuple[int, ...], chunk: _LocatedChunk) -> int:
     """Return the place of an element of the tensor in the chunk, in elements."""
-    return sum((o - po) * stride for o, po, stride in zip(offsets, piece.offsets, piece.strides, strict=True))
+    return sum((o - co) * stride for o, co, stride in zip(offsets, chunk.offsets, chunk.strides, strict=True))
 
 
-def _find_run(box: Box, piece: _Piece) -> int | None:
+def _find_run(box: Box, chunk: _LocatedChunk) -> int | None:
     """Return where a box begins in the chunk if it is one run in row-major order there."""
     expected = 1
-    for size, stride in zip(reversed(box[1]), reversed(piece.strides), strict=True):
+    for size, stride in zip(reversed(box[1]), reversed(chunk.strides), strict=True):
         if size != 1 and stride != expected:
             return None
         expected *= size
-    return _find_first(box[0], piece)
+    return _find_first(box[0], chunk)
 
 
 def _find_run_in_box(inner: Box, box: Box) -> int | None:
