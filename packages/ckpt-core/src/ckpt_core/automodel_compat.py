@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -24,6 +26,7 @@ from nemo_automodel.components.checkpoint.config import SaveConsolidatedMode
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from ckpt_core.collective import Step, agree
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.key_mapping import strip_wrapper_prefixes
 
@@ -34,6 +37,7 @@ __all__ = [
     "clear_plan_caches",
     "explain_no_consolidation",
     "find_tied_head",
+    "guard_single_writes",
     "has_accelerator",
     "has_lora",
     "is_real",
@@ -49,7 +53,10 @@ __all__ = [
     "resolve_base_model",
     "stored_namings",
     "transient_buffers",
+    "written_directories",
 ]
+
+T = TypeVar("T")
 
 _ADAPTER_OPTIONS = ("v4_compatible", "legacy_paramwrapper_layout")
 
@@ -131,6 +138,70 @@ def make_addons(config: CheckpointingConfig) -> list[object]:
     writes_hf = config.model_save_format == SerializationFormat.SAFETENSORS and not config.is_peft
     addons: list[object] = [ConsolidatedHFAddon()] if writes_hf else []
     return [*addons, PeftAddon()] if config.is_peft else addons
+
+
+@contextmanager
+def guard_single_writes(checkpointer: Any, step: Step) -> Iterator[None]:  # noqa: ANN401
+    """Let a failure of what only rank 0 writes reach the ranks that wait for it.
+
+    The library writes adapters, metadata and scripts on one rank and then meets the others
+    in a barrier. If that write fails, the rank never comes, and the others wait forever.
+    """
+    guarded = {
+        "_addons": [_GuardedAddon(addon, step) for addon in checkpointer._addons],  # noqa: SLF001  no public name
+        "_do_save": _guard_adapter_save(checkpointer, step),
+    }
+    script = getattr(checkpointer, "_maybe_write_offline_consolidation_script", None)
+    if script is not None:
+        guarded["_maybe_write_offline_consolidation_script"] = lambda directory: agree(step, lambda: script(directory))
+    held = {name: vars(checkpointer)[name] for name in guarded if name in vars(checkpointer)}
+    vars(checkpointer).update(guarded)
+    try:
+        yield
+    finally:
+        for name in guarded:
+            del vars(checkpointer)[name]
+        vars(checkpointer).update(held)
+
+
+@dataclass(frozen=True, slots=True)
+class _GuardedAddon:
+    addon: Any
+    step: Step
+
+    def pre_save(self, **options: object) -> None:
+        agree(self.step, lambda: _meet_in_barrier(lambda: self.addon.pre_save(**options)))
+
+    def post_save(self, **options: object) -> None:
+        agree(self.step, lambda: _meet_in_barrier(lambda: self.addon.post_save(**options)))
+
+
+def _guard_adapter_save(checkpointer: Any, step: Step) -> Callable[..., Any]:  # noqa: ANN401
+    save = checkpointer._do_save  # noqa: SLF001  no public name
+
+    def guarded(state_dict: Any, path: str, storage_writer: Any = None) -> Any:  # noqa: ANN401
+        if not (checkpointer.config.is_peft and Path(path).name == "model"):
+            return save(state_dict, path, storage_writer)
+        return agree(step, lambda: _meet_in_barrier(lambda: save(state_dict, path, storage_writer)))
+
+    return guarded
+
+
+def _meet_in_barrier(work: Callable[[], T]) -> T:
+    """Do work that ends in a barrier; enter it on a failure as well, since the others do."""
+    try:
+        return work()
+    except BaseException:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        raise
+
+
+def written_directories(config: CheckpointingConfig) -> list[str]:
+    """Directories that the library makes on one rank while the others wait in a barrier."""
+    writes_hf = any(isinstance(addon, ConsolidatedHFAddon) for addon in make_addons(config))
+    consolidates = writes_hf and config.save_consolidated == SaveConsolidatedMode.EVERY
+    return ["model", *(["model/.hf_metadata"] if writes_hf else []), *(["model/consolidated"] if consolidates else [])]
 
 
 def clear_plan_caches() -> None:

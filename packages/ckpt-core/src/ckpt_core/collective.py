@@ -85,15 +85,15 @@ def on_rank_zero(step: Step, work: Callable[[], T]) -> T:
     return cast("T", result.value)
 
 
-def describe_failure(failure: BaseException) -> str:
-    """One line for any exception; for DCP's, the cause and the rank where it began."""
+def wrap_failure(step: Step, failure: BaseException) -> CheckpointError:
+    """Turn any exception into the step's error; of DCP's, take the cause and the rank where it began."""
     failures = getattr(failure, "failures", None)
     if not failures:
-        return f"{type(failure).__name__}: {failure}"
+        return step.error(f"{step.what}: {type(failure).__name__}: {failure}")
     rank = min(failures)
     # DCP wraps each cause with its traceback.
     cause = failures[rank][0]
-    return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return step.error(f"{step.what}: {type(cause).__name__}: {cause}", rank=rank)
 
 
 def _attempt(step: Step, work: Callable[[], T]) -> _Outcome[T]:
@@ -105,7 +105,7 @@ def _attempt(step: Step, work: Callable[[], T]) -> _Outcome[T]:
         raise
     # DCP's CheckpointException derives from BaseException, and must not escape as such.
     except BaseException as failure:  # noqa: BLE001
-        wrapped = step.error(f"{step.what}: {describe_failure(failure)}")
+        wrapped = wrap_failure(step, failure)
         wrapped.__cause__ = failure
         return _Outcome(None, wrapped, _rank())
 

@@ -65,18 +65,26 @@ class Problem:
 class CheckpointError(Exception):
     """Base of every error that this project raises on purpose."""
 
-    def __init__(self, message: str, *, problems: Iterable[Problem] = ()) -> None:
-        """Keep every problem; under the message, list the first 20 of each kind and the counts."""
+    def __init__(self, message: str, *, problems: Iterable[Problem] = (), rank: int | None = None) -> None:
+        """Keep every problem; under the message, list the first 20 of each kind and the counts.
+
+        Args:
+            message: Path, what was expected, what was found, what to do.
+            problems: Everything that is wrong, where it is more than one thing.
+            rank: Rank of the process group where it began; None if there is no group.
+        """
         self.message = message
         self.problems = tuple(problems)
-        super().__init__("\n".join([message, *_list_by_kind(self.problems)]))
+        self.rank = rank
+        first = message if rank is None else f"rank {rank}: {message}"
+        super().__init__("\n".join([first, *_list_by_kind(self.problems)]))
 
     def on_rank(self, rank: int) -> Self:
-        """The same error, saying on which rank of the process group it began."""
-        return type(self)(f"rank {rank}: {self.message}", problems=self.problems)
+        """The same error, saying where it began; one that says so already stays as it is."""
+        return self if self.rank is not None else type(self)(self.message, problems=self.problems, rank=rank)
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[object, ...]]:
-        return _rebuild, (type(self), self.message, self.problems)
+        return _rebuild, (type(self), self.message, self.problems, self.rank)
 
 
 def _list_by_kind(problems: tuple[Problem, ...]) -> list[str]:
@@ -90,8 +98,10 @@ def _list_by_kind(problems: tuple[Problem, ...]) -> list[str]:
     return lines
 
 
-def _rebuild(kind: type[CheckpointError], message: str, problems: tuple[Problem, ...]) -> CheckpointError:
-    return kind(message, problems=problems)
+def _rebuild(
+    kind: type[CheckpointError], message: str, problems: tuple[Problem, ...], rank: int | None
+) -> CheckpointError:
+    return kind(message, problems=problems, rank=rank)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -6,7 +6,7 @@ of the others. So every rank describes what it holds, and the parts are merged o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,16 @@ def merge_descriptions(parts: Sequence[StateDescription]) -> StateDescription:
         optimizer=merge_states(optimizers) if optimizers else None,
         rules=_merge_rules([part.rules for part in parts]),
     )
+
+
+def find_origin(parts: Sequence[StateDescription], names: Collection[str]) -> int | None:
+    """Find the rank that alone has one of these names; None if they are not one rank's."""
+    having = [
+        {rank for rank, part in enumerate(parts) if name in part.stored.named.names or name in part.native}
+        for name in names
+    ]
+    alone = {next(iter(ranks)) for ranks in having if len(ranks) == 1}
+    return alone.pop() if len(alone) == 1 and len(parts) > 1 else None
 
 
 def _describe_optimizer(state: TrainingState, *, is_peft: bool, moe: bool) -> LiveState | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -36,15 +36,20 @@ class SaveSet:
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _stages: dict[PartName, Stage] = field(default_factory=dict)
 
-    def open(self) -> dict[PartName, str]:
+    def open(self, directories: Sequence[str]) -> dict[PartName, str]:
         """Lock every target and create its stage; return where to write each part.
+
+        Args:
+            directories: What the model's writer would otherwise make inside its stage.
 
         Raises:
             TargetError: If a target is locked, is a file, or cannot be written.
         """
         try:
             for name, target in self.targets.items():
-                self._stages[name] = open_stage(target, replace=True)
+                stage = self._stages[name] = open_stage(target, replace=True)
+                for directory in directories if name == "model" else [name] if name == "optim" else []:
+                    (stage.path / directory).mkdir()
         except BaseException:
             self.discard()
             raise

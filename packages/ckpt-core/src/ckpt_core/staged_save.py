@@ -66,7 +66,7 @@ class StagedSave:
         )
         staged = on_rank_zero(Step(f"{self._where}: cannot be staged", SaveError), lambda: self._open(paths))
         try:
-            agree(Step(f"{self._where}: writing failed, nothing was published", SaveError), lambda: self._write(staged))
+            agree(self._writing, lambda: self._write(staged))
         except BaseException:
             self._discard()
             raise
@@ -78,14 +78,16 @@ class StagedSave:
             SaveError: If it is not complete; what stood there before is untouched.
         """
         try:
-            agree(
-                Step(f"{self._where}: writing failed, nothing was published", SaveError),
-                lambda: self._checkpointer.async_wait() if self._checkpointer.config.is_async else None,
-            )
+            if self._checkpointer.config.is_async:
+                agree(self._writing, self._checkpointer.async_wait)
             on_rank_zero(Step(f"{self._where}: cannot be published", SaveError), self._publish)
         except BaseException:
             self._discard()
             raise
+
+    @property
+    def _writing(self) -> Step:
+        return Step(f"{self._where}: writing failed, nothing was published", SaveError)
 
     def _describe(self) -> StateDescription:
         if self._checkpointer.config.is_peft:
@@ -130,7 +132,7 @@ class StagedSave:
         if paths.tokenizer is not None and self._state.tokenizer is not None:
             targets["tokenizer"] = Path(paths.tokenizer)
         self._set = SaveSet(targets)
-        staged = self._set.open()
+        staged = self._set.open(compat.written_directories(self._checkpointer.config))
         return WritePaths(staged["model"], staged.get("optim"), staged.get("tokenizer"))
 
     def _write(self, staged: WritePaths) -> None:
@@ -139,7 +141,8 @@ class StagedSave:
         # A rank knows only its own experts; the consolidated index needs the names of all.
         config.model_state_dict_keys = sorted(self._expected["model"].names)
         try:
-            self._state.write(self._checkpointer, staged)
+            with compat.guard_single_writes(self._checkpointer, self._writing):
+                self._state.write(self._checkpointer, staged)
             if config.is_async:
                 self._checkpointer.maybe_wait_for_staging()
         finally:

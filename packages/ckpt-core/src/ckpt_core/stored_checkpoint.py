@@ -16,7 +16,7 @@ from ckpt_core.errors import KeyMismatchError, LayoutError, LoadError, Problem
 from ckpt_core.key_check import compare_optimizers, compare_requested, compare_states
 from ckpt_core.key_mapping import strip_wrapper_prefixes
 from ckpt_core.layout import CheckpointLayout
-from ckpt_core.model_state import StateDescription, describe_training, merge_descriptions
+from ckpt_core.model_state import StateDescription, describe_training, find_origin, merge_descriptions
 from ckpt_core.stored_state import StoredState, read_stored_state, require_equal_head, require_same_save
 from ckpt_core.training_state import TrainingState
 
@@ -80,10 +80,17 @@ class StoredCheckpoint:
         combine(
             Step(f"{self.model.path}: cannot be compared with the model", LoadError),
             lambda: describe_training(checkpointer, state),
-            lambda parts: self._judge(merge_descriptions(parts), requested),
+            lambda parts: self._judge(parts, requested),
         )
 
-    def _judge(self, live: StateDescription, requested: Sequence[str] | None) -> None:
+    def _judge(self, parts: Sequence[StateDescription], requested: Sequence[str] | None) -> None:
+        try:
+            self._judge_all(merge_descriptions(parts), requested)
+        except KeyMismatchError as error:
+            origin = find_origin(parts, [problem.where for problem in error.problems])
+            raise (error if origin is None else error.on_rank(origin)) from None
+
+    def _judge_all(self, live: StateDescription, requested: Sequence[str] | None) -> None:
         stored = self.model.state
         problems = min((compare_states(n.named, stored, live.rules) for n in live.namings), key=len)
         _raise_if(problems, self.model.path, "the model")
