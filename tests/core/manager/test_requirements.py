@@ -40,6 +40,8 @@ from ckpt_core.errors import (
     KeyMismatchError,
     LayoutError,
     LoadError,
+    SaveError,
+    TargetError,
 )
 from ckpt_core.manager import AutomodelCheckpointManager
 from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
@@ -214,6 +216,33 @@ def _cache(root: Path, model: LlamaForCausalLM) -> str:
     return str(root)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_dir", "model_state_dict_keys"])
+def test_requirement_03_every_known_field_can_be_given_to_init(mesh: DeviceMesh, name: str) -> None:
+    manager = AutomodelCheckpointManager(mesh, mesh)
+    manager.init_checkpointer({name: ["a"] if name == "model_state_dict_keys" else "elsewhere"})
+    assert getattr(manager.checkpoint_config, name) in (["a"], "elsewhere")
+
+
+def test_requirement_03_what_the_constructor_refuses_is_our_error(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match="consolidation_timeout_minutes"):
+        AutomodelCheckpointManager(mesh, mesh).init_checkpointer({"consolidation_timeout_minutes": 0})
+
+
+def test_requirement_04_of_several_snapshots_the_current_one_is_taken(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    cache, old = _cache(tmp_path, _tiny_llama(seed=1)), tmp_path / "models--org--tiny" / "snapshots" / "9999"
+    current = _tiny_llama(seed=2)
+    current.save_pretrained(old)
+    model = _tiny_llama(seed=3)
+    with pytest.raises(LayoutError, match=r"2 snapshots.*0123.*9999"):
+        manager.load_base_model(model, "org/tiny", hf_cache_dir=cache)
+    (tmp_path / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "models--org--tiny" / "refs" / "main").write_text("9999")
+    manager.load_base_model(model, "org/tiny", hf_cache_dir=cache)
+    _assert_same(model.state_dict(), current.state_dict())
+
+
 def test_requirement_04_a_base_model_is_found_in_the_hub_cache_without_cuda(
     manager: AutomodelCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +251,7 @@ def test_requirement_04_a_base_model_is_found_in_the_hub_cache_without_cuda(
     model = _tiny_llama(seed=2)
     manager.load_base_model(model, "org/tiny")
     _assert_same(model.state_dict(), base.state_dict())
-    assert not torch.cuda.is_available()
+    assert next(model.parameters()).device.type == "cpu"
 
 
 def test_requirement_05_a_model_on_meta_is_filled(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
@@ -292,6 +321,20 @@ def test_requirement_06_an_adapter_save_does_not_leak_into_the_next(
         target = Trained(3)
         _load(manager, target, root)
         _assert_same(target.state(), full.state())
+
+
+def test_requirement_06_the_format_is_that_of_init_whatever_was_saved_or_loaded_since(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    _save(manager, Trained(1), tmp_path / "a", model_save_format="torch_save")
+    _load(manager, Trained(2), tmp_path / "a")
+    _save(manager, Trained(1), tmp_path / "b", save_consolidated=True)
+    _save(manager, Trained(1), tmp_path / "c")
+    assert not list((tmp_path / "c/weights/model").glob("*.distcp"))
+    assert not (tmp_path / "c/weights/model/consolidated").exists()
+    manager.update_checkpointer_config({"model_save_format": "torch_save"})
+    _save(manager, Trained(1), tmp_path / "d")
+    assert list((tmp_path / "d/weights/model").glob("*.distcp"))
 
 
 def test_requirement_06_an_adapter_needs_its_configuration_and_parameters(
@@ -480,6 +523,37 @@ def test_requirement_08_another_optimizer_is_refused_before_the_weights_change(
     _assert_same(target.state(), before)
 
 
+@pytest.mark.parametrize("stored_as_tensor", [True, False])
+def test_requirement_08_a_tensor_is_not_loaded_for_a_number_nor_the_reverse(
+    manager: AutomodelCheckpointManager, tmp_path: Path, stored_as_tensor: bool
+) -> None:
+    source, target = Trained(1), Trained(2)
+    changed = source if stored_as_tensor else target
+    for group in changed.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.01)
+    manager.save_checkpoint(
+        source.model, str(tmp_path / "weights"), source.optimizer, str(tmp_path / "optimizer"), checkpointing_cfg={}
+    )
+    before = target.state()
+    with pytest.raises(KeyMismatchError, match=r"\.lr: expected .*stored as"):
+        manager.load_checkpoint(target.model, str(tmp_path / "weights"), target.optimizer, str(tmp_path / "optimizer"))
+    _assert_same(target.state(), before)
+
+
+def test_requirement_08_a_refused_load_leaves_a_partly_stepped_optimizer_alone(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    _save(manager, Trained(1), tmp_path)
+    target = Trained(2, _Renamed, steps=0)
+    target.model.wide(torch.ones(7)).sum().backward()  # type: ignore[operator]
+    target.optimizer.step()
+    before = target.state()
+    assert 0 < len(before["optim"]["state"]) < len(list(target.model.parameters()))
+    with pytest.raises(KeyMismatchError):
+        _load(manager, target, tmp_path)
+    _assert_same(target.state(), before)
+
+
 def test_parts_of_two_saves_are_refused(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
     first, second = Trained(1), Trained(2)
     _save(manager, first, tmp_path)
@@ -505,13 +579,75 @@ def test_requirement_09_a_save_replaces_what_was_there_and_nothing_beside_it(
     assert files == fresh | {Path("weights/notes.txt")}
 
 
-def test_no_file_names_the_place_where_it_was_staged(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_link", [False, True])
+def test_no_file_names_the_place_where_it_was_staged(
+    manager: AutomodelCheckpointManager, tmp_path: Path, is_link: bool
+) -> None:
+    if is_link:
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "weights/model").symlink_to(tmp_path / "elsewhere")
     _save(manager, Trained(1), tmp_path)
+    assert (tmp_path / "weights/model").is_symlink() is is_link
     script = (tmp_path / "weights/model/consolidate.sh").read_text()
-    assert f'"{tmp_path / "weights/model"}"' in script
-    assert f'"{tmp_path / "weights/model/consolidated"}"' in script
+    place = tmp_path / ("elsewhere" if is_link else "weights/model")
+    assert f'"{place}"' in script
+    assert f'"{place / "consolidated"}"' in script
     assert "partial" not in script
     assert (tmp_path / "weights/model/consolidate.sh").stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize(
+    ("optimizer_path", "tokenizer_path"),
+    [("a/model", None), ("a/model/inside", None), (None, "a/model"), (None, "a/model/tokenizer"), ("o", "o/optim")],
+)
+def test_a_part_inside_another_one_is_refused(
+    manager: AutomodelCheckpointManager, tmp_path: Path, optimizer_path: str | None, tokenizer_path: str | None
+) -> None:
+    trained = Trained(1)
+    with pytest.raises(ConfigError, match="directory of its own"):
+        manager.save_checkpoint(
+            trained.model,
+            str(tmp_path / "a"),
+            trained.optimizer,
+            str(tmp_path / optimizer_path) if optimizer_path else None,
+            tokenizer=_tokenizer("a") if tokenizer_path else None,
+            tokenizer_path=str(tmp_path / tokenizer_path) if tokenizer_path else None,
+            checkpointing_cfg={},
+        )
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("save_format", FORMATS)
+def test_a_stage_that_lost_a_file_is_not_published(
+    manager: AutomodelCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_format: str
+) -> None:
+    source, target = Trained(1), Trained(3)
+    _save(manager, source, tmp_path, model_save_format=save_format)
+    write = manager.checkpointer.save_model
+
+    def write_and_lose(**options: Any) -> None:  # noqa: ANN401
+        write(**options)
+        _drop_file(Path(options["weights_path"]) / "model")
+
+    monkeypatch.setattr(manager.checkpointer, "save_model", write_and_lose)
+    with pytest.raises(SaveError, match="nothing was published"):
+        _save(manager, Trained(2), tmp_path, model_save_format=save_format)
+    _load(manager, target, tmp_path)
+    _assert_same(target.state(), source.state())
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["model"]
+
+
+def test_what_is_in_the_way_is_found_before_the_first_part_is_replaced(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    source, target = Trained(1), Trained(3)
+    _save(manager, source, tmp_path)
+    (tmp_path / "weights/.model.old").mkdir()
+    with pytest.raises(TargetError, match=r"\.model\.old"):
+        _save(manager, Trained(2), tmp_path)
+    _load(manager, target, tmp_path)
+    _assert_same(target.state(), source.state())
 
 
 def test_requirement_10_formats_alternate_in_one_process(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
@@ -539,8 +675,9 @@ def test_requirement_11_a_failure_inside_dcp_is_an_exception_with_its_cause(
 
 
 def test_requirement_12_async_without_an_accelerator_is_refused_first(
-    manager: AutomodelCheckpointManager, mesh: DeviceMesh, tmp_path: Path
+    manager: AutomodelCheckpointManager, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compat, "has_accelerator", lambda: False)
     with pytest.raises(ValueError, match="accelerator"):
         _save(manager, Trained(1), tmp_path / "run", is_async=True)
     assert not (tmp_path / "run").exists()
@@ -598,7 +735,13 @@ def test_requirement_14_a_tokenizer_replaces_its_own_files_and_no_others(
     ]
     assert ids[0] == ids[1]
     (place / "notes.txt").write_text("mine")
+    stale = place / "vocab.json"
+    stale.write_text("{}")
+    record = json.loads((place / "ckpt_record.json").read_text())
+    record["files"]["vocab.json"] = 2
+    (place / "ckpt_record.json").write_text(json.dumps(record))
     save("one", "two", "three")
+    assert not stale.exists()
     assert AutoTokenizer.from_pretrained(place)("three")["input_ids"] == [3]
     assert (place / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir() if "tokenizer" in path.name) == ["tokenizer"]
@@ -694,7 +837,5 @@ def test_a_stored_head_that_differs_is_not_lost_in_a_tied_model(
 
 
 def test_requirement_15_the_supported_releases_are_declared() -> None:
-    assert any(
-        line.replace(" ", "").startswith("nemo-automodel>=0.5") and "automodel" in line
-        for line in requires("ckpt-core") or []
-    )
+    declared = [line.replace(" ", "") for line in requires("ckpt-core") or []]
+    assert any(line.startswith("nemo-automodel>=0.5;extra==") for line in declared)

@@ -10,6 +10,7 @@ from torch import nn
 from ckpt_core import automodel_compat as compat
 from ckpt_core.collective import Step, agree, on_rank_zero
 from ckpt_core.errors import KeyMismatchError, LoadError, Problem
+from ckpt_core.key_mapping import is_extra_state
 from ckpt_core.layout import CheckpointLayout, detect_layout
 from ckpt_core.reader import open_checkpoint
 from ckpt_core.stored_state import require_equal_head
@@ -68,10 +69,10 @@ def _require_complete(path: Path, model: nn.Module, config: Any) -> None:  # noq
     if compat.renames_base(model) or detect_layout(path).layout is not CheckpointLayout.SAFETENSORS:
         return
     stored = open_checkpoint(path).tensors.keys()
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    prefix = compat.base_prefix(model)
     tied = compat.find_tied_head(model)
     known = stored | {f"{prefix}{name}" for name in stored} | ({tied[0]} if tied else set())
-    missing = sorted(compat.base_names(model, config) - known)
+    missing = sorted(name for name in compat.base_names(model, config) - known if not is_extra_state(name))
     if missing:
         problems = [Problem("missing_tensor", name, "in the model, not in the base model") for name in missing]
         raise KeyMismatchError(f"{path}: does not hold all parameters of the model", problems=problems)

@@ -57,6 +57,14 @@ def strip_wrapper_prefixes(name: str) -> str:
     return stripped
 
 
+def is_extra_state(fqn: str) -> bool:
+    """Whether a name belongs to a module's extra state, which is no weight.
+
+    DCP flattens a dict that a module returns into names below `_extra_state`.
+    """
+    return "_extra_state" in fqn.split(".")
+
+
 def find_canonical_names(fqns: Iterable[str], nesting: Mapping[str, Nesting]) -> CanonicalNames:
     """Find the canonical name of every tensor.
 

@@ -24,7 +24,7 @@ class WritePaths:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingState:
+class TrainingObjects:
     """The live objects of a save or load."""
 
     model: nn.Module

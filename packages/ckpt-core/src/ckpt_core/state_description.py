@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_core import automodel_compat as compat
 from ckpt_core.key_check import KeyRules, TiedHead
 from ckpt_core.live_state import LiveState, describe_state, merge_states
-from ckpt_core.training_state import TrainingState
+from ckpt_core.training_objects import TrainingObjects
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StateDescription:
         return self.namings[0]
 
 
-def describe_training(checkpointer: Any, state: TrainingState) -> StateDescription:  # noqa: ANN401
+def describe_training(checkpointer: Any, state: TrainingObjects) -> StateDescription:  # noqa: ANN401
     """Describe this rank's part of what the Checkpointer would write or read.
 
     Collective with PEFT, where rank 0 gathers the adapter.
@@ -79,19 +79,22 @@ def find_origin(parts: Sequence[StateDescription], names: Collection[str]) -> in
     return alone.pop() if len(alone) == 1 and len(parts) > 1 else None
 
 
-def _describe_optimizer(state: TrainingState, *, is_peft: bool, moe: bool) -> LiveState | None:
+def _describe_optimizer(state: TrainingObjects, *, is_peft: bool, moe: bool) -> LiveState | None:
     optimizer = state.optimizer
     if optimizer is None:
         return None
-    is_fresh = not optimizer.state
+    held = {parameter: set(entries) for parameter, entries in optimizer.state.items()}
     try:
         return describe_state(
             compat.optimizer_state_dict(state.model, optimizer, state.scheduler, is_peft=is_peft, moe=moe)
         )
     finally:
-        # Describing must not change anything: the library fills in the state of a fresh optimizer.
-        if is_fresh:
-            optimizer.state.clear()
+        # Describing must not change anything: the library fills in what an optimizer has not got yet.
+        for parameter in list(optimizer.state):
+            for name in list(optimizer.state[parameter].keys() - held.get(parameter, set())):
+                del optimizer.state[parameter][name]
+            if parameter not in held:
+                del optimizer.state[parameter]
 
 
 def _merge_rules(rules: Sequence[KeyRules]) -> KeyRules:
