@@ -22,7 +22,10 @@ Where a promise is about several ranks, its test of that name is in tests/distri
 from __future__ import annotations
 
 import copy
+import dataclasses
+import io
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -42,14 +45,18 @@ from ckpt_core.errors import (
     LoadError,
     SaveError,
     TargetError,
+    UnsafePickleError,
 )
 from ckpt_core.manager import AutomodelCheckpointManager
+from ckpt_core.stored_objects import restrict_unpickling
 from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -405,13 +412,22 @@ def _cut_file(model: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
+def _damage_header(model: Path) -> None:
+    """Leave every size as it is, and make the description of one tensor unreadable."""
+    path = next(p for p in model.iterdir() if p.suffix in {".distcp", ".safetensors"})
+    content = bytearray(path.read_bytes())
+    start = content.index(b"data.pkl") + 8 if path.suffix == ".distcp" else 8
+    content[start : start + 60] = bytes(60)
+    path.write_bytes(content)
+
+
 def _empty_directory(model: Path) -> None:
     shutil.rmtree(model)
     model.mkdir()
 
 
 @pytest.mark.parametrize("part", ["weights/model", "optimizer/optim"])
-@pytest.mark.parametrize("damage", [_drop_file, _cut_file, _empty_directory, shutil.rmtree])
+@pytest.mark.parametrize("damage", [_drop_file, _cut_file, _damage_header, _empty_directory, shutil.rmtree])
 @pytest.mark.parametrize("save_format", FORMATS)
 def test_requirement_08_damage_is_found_before_anything_changes(
     manager: AutomodelCheckpointManager, tmp_path: Path, save_format: str, damage: Callable[[Path], None], part: str
@@ -423,6 +439,114 @@ def test_requirement_08_damage_is_found_before_anything_changes(
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / part))):
         _load(manager, target, tmp_path)
     _assert_same(target.state(), before)
+
+
+class _Hostile:
+    """Unpickling it makes a file."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.proof,)
+
+
+def _plant(directory: Path, value: object) -> str:
+    """Put a pickle of `value` in the place of an object of a DCP; return its name."""
+    metadata = FileSystemReader(directory).read_metadata()
+    index = next(
+        i for i in metadata.storage_data if isinstance(metadata.state_dict_metadata[i.fqn], BytesStorageMetadata)
+    )
+    place = metadata.storage_data[index]
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    path = directory / place.relative_path
+    end = path.stat().st_size
+    path.write_bytes(path.read_bytes() + buffer.getvalue())
+    metadata.storage_data[index] = dataclasses.replace(place, offset=end, length=len(buffer.getvalue()))
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    (directory / "ckpt_record.json").unlink()
+    return str(index.fqn)
+
+
+def test_requirement_08_nothing_in_a_checkpoint_is_executed(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    _save(manager, Trained(1), tmp_path)
+    name = _plant(tmp_path / "optimizer/optim", _Hostile(tmp_path / "executed"))
+    target = Trained(2)
+    before = target.state()
+    with pytest.raises(UnsafePickleError, match=re.escape(repr(name))):
+        _load(manager, target, tmp_path)
+    _assert_same(target.state(), before)
+    assert not (tmp_path / "executed").exists()
+    _Hostile(tmp_path / "executed").__reduce__()[0](tmp_path / "executed")
+    assert (tmp_path / "executed").exists()
+
+
+def test_objects_are_loaded_under_restriction_even_by_the_library(tmp_path: Path) -> None:
+    torch.save(_Hostile(tmp_path / "executed"), tmp_path / "hostile.pt")
+    with restrict_unpickling(), pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "hostile.pt", weights_only=False)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_requirement_08_a_model_on_meta_is_refused(manager: AutomodelCheckpointManager, tmp_path: Path) -> None:
+    manager.save_checkpoint(Odd(), str(tmp_path / "w"), checkpointing_cfg={})
+    with torch.device("meta"):
+        model = Odd()
+    with pytest.raises(ConfigError, match="meta device"):
+        manager.load_checkpoint(model, str(tmp_path / "w"))
+    with pytest.raises(ConfigError, match="meta device"):
+        manager.save_checkpoint(model, str(tmp_path / "v"), checkpointing_cfg={})
+
+
+def test_requirement_08_groups_that_one_group_cannot_hold_are_refused(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    source, target = Trained(1), Trained(2)
+
+    def group(trained: Trained, *rates: float) -> None:
+        parameters = list(trained.model.parameters())
+        halves = [parameters[:2], parameters[2:]] if len(rates) > 1 else [parameters]
+        trained.optimizer = torch.optim.AdamW(
+            [{"params": half, "lr": rate} for half, rate in zip(halves, rates, strict=True)]
+        )
+        trained.scheduler = torch.optim.lr_scheduler.StepLR(trained.optimizer, step_size=2)
+        trained.step()
+
+    def load() -> None:
+        manager.load_checkpoint(target.model, str(tmp_path / "w"), target.optimizer, str(tmp_path / "o"))
+
+    group(source, 0.1, 0.2)
+    manager.save_checkpoint(
+        source.model, str(tmp_path / "w"), source.optimizer, str(tmp_path / "o"), checkpointing_cfg={}
+    )
+    group(target, 0.3)
+    before = target.state()
+    with pytest.raises(KeyMismatchError, match=r"\.lr: stored 0\.2, but 0\.1"):
+        load()
+    _assert_same(target.state(), before)
+    group(target, 0.3, 0.4)
+    load()
+    assert [g["lr"] for g in target.optimizer.param_groups] == [0.1, 0.2]
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_taken(
+    manager: AutomodelCheckpointManager, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(manager, Trained(1), tmp_path)
+    other = AutomodelCheckpointManager(mesh, mesh)
+    other.init_checkpointer()
+    load = manager.checkpointer.load_optimizer
+
+    def save_and_load(**options: Any) -> None:  # noqa: ANN401
+        _save(other, Trained(2), tmp_path)
+        load(**options)
+
+    monkeypatch.setattr(manager.checkpointer, "load_optimizer", save_and_load)
+    with pytest.raises(LoadError, match="replaced by another save"):
+        _load(manager, Trained(3), tmp_path)
 
 
 class _Renamed(Odd):
@@ -638,6 +762,26 @@ def test_a_stage_that_lost_a_file_is_not_published(
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["model"]
 
 
+def test_files_of_somebody_else_stay_in_a_directory_that_is_replaced(
+    manager: AutomodelCheckpointManager, tmp_path: Path
+) -> None:
+    (tmp_path / "weights/model/src").mkdir(parents=True)
+    (tmp_path / "weights/model/src/net.py").write_text("mine")
+    (tmp_path / "weights/model/__7_0.distcp").write_text("stale")
+    for _ in range(2):
+        _save(manager, Trained(1), tmp_path)
+        assert (tmp_path / "weights/model/src/net.py").read_text() == "mine"
+        assert not (tmp_path / "weights/model/__7_0.distcp").exists()
+
+
+def test_a_tokenizer_that_has_no_place_is_said(
+    manager: AutomodelCheckpointManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"model_save_format": "torch_save"}
+    manager.save_checkpoint(Odd(), str(tmp_path), tokenizer=_tokenizer("a"), checkpointing_cfg=config)
+    assert any("pass tokenizer_path" in record.message for record in caplog.records)
+
+
 def test_what_is_in_the_way_is_found_before_the_first_part_is_replaced(
     manager: AutomodelCheckpointManager, tmp_path: Path
 ) -> None:
@@ -658,17 +802,20 @@ def test_requirement_10_formats_alternate_in_one_process(manager: AutomodelCheck
         _assert_same(target.state(), source.state())
 
 
+class _Expanded(nn.Module):
+    """All elements of the parameter are one in memory, which nothing can be loaded into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(1).expand(4))
+
+
 def test_requirement_11_a_failure_inside_dcp_is_an_exception_with_its_cause(
     manager: AutomodelCheckpointManager, tmp_path: Path
 ) -> None:
-    _save(manager, Trained(1), tmp_path, model_save_format="torch_save")
-    path = tmp_path / "weights/model/__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    start = content.index(b"data.pkl") + 8
-    content[start : start + 200] = bytes(200)
-    path.write_bytes(content)
-    with pytest.raises(LoadError, match=r"rank 0: .*Error") as caught:
-        manager.load_checkpoint(Odd(), str(tmp_path / "weights"))
+    manager.save_checkpoint(_Expanded(), str(tmp_path / "w"), checkpointing_cfg={"model_save_format": "torch_save"})
+    with pytest.raises(LoadError, match=r"rank 0: .*may be partly changed: RuntimeError") as caught:
+        manager.load_checkpoint(_Expanded(), str(tmp_path / "w"))
     assert isinstance(caught.value, RuntimeError)
     assert str(tmp_path) in str(caught.value)
     assert type(caught.value.__cause__).__name__ == "CheckpointException"

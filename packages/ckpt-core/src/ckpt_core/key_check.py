@@ -11,12 +11,15 @@ What may differ without an error is written down here and nowhere else:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_core.dtypes import holds_every_value
 from ckpt_core.errors import Problem
 from ckpt_core.key_mapping import is_extra_state, strip_wrapper_prefixes
+
+GROUPS_PREFIX = "optim.param_groups."
+"""Options of an optimizer are stored once for each parameter: `optim.param_groups.<fqn>.<option>`."""
 
 _ADAPTER_PREFIX = "base_model.model."
 
@@ -82,6 +85,29 @@ def compare_optimizers(expected: NamedState, stored: NamedState) -> list[Problem
     missing = expected.names - stored.names
     unexpected = [name for name in stored.names - expected.names if name.startswith("optim.state.")]
     return _list_names(missing, unexpected) + _compare_common(expected, stored)
+
+
+def compare_groups(groups: Iterable[Sequence[str]], stored: Mapping[str, object]) -> list[Problem]:
+    """List options that cannot be loaded, because a live group would need two values of them.
+
+    Args:
+        groups: Names of the parameters of each live group.
+        stored: Option values by stored name.
+    """
+    values: dict[str, dict[str, object]] = {}
+    for name, value in stored.items():
+        fqn, _, option = name.removeprefix(GROUPS_PREFIX).rpartition(".")
+        values.setdefault(fqn, {})[option] = value
+    problems = []
+    for first, *others in groups:
+        for option, value in values.get(first, {}).items():
+            other = next((fqn for fqn in others if values.get(fqn, {}).get(option, value) != value), None)
+            if other is not None:
+                message = (
+                    f"stored {values[other][option]!r}, but {value!r} for {first!r}, which is in the same group now"
+                )
+                problems.append(Problem("value", f"{GROUPS_PREFIX}{other}.{option}", message))
+    return problems
 
 
 def compare_requested(

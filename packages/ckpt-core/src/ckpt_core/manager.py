@@ -223,7 +223,8 @@ class AutomodelCheckpointManager:
             optimizer: Saved if `optimizer_path` is given as well.
             optimizer_path: Directory for the optimizer; may equal `weights_path`.
             scheduler: Saved with the optimizer.
-            tokenizer: Saved to `tokenizer_path` or, without one, beside the weights.
+            tokenizer: Saved to `tokenizer_path` or, without one, beside the weights, where
+                only safetensors and adapters have a place for it.
             tokenizer_path: Directory for the tokenizer.
             checkpointing_cfg: `model_save_format`, `save_consolidated`, `is_peft`,
                 `peft_config`, `model_cache_dir`, `model_repo_id`, `is_async` and
@@ -261,6 +262,10 @@ class AutomodelCheckpointManager:
         reason = compat.explain_no_consolidation(self.checkpointer.config)
         if reason is not None:
             _log.warning("%s will not be consolidated: %s", paths.model, reason)
+        if state.tokenizer is not None and paths.tokenizer is None and not self.checkpointer._addons:  # noqa: SLF001
+            _log.warning(
+                "%s: the tokenizer is not saved, torch_save has no place for it; pass tokenizer_path", paths.model
+            )
         save = StagedSave(self.checkpointer, state, self.model_state_dict_keys)
         save.start(paths)
         if not self.checkpointer.config.is_async:
@@ -295,6 +300,7 @@ class AutomodelCheckpointManager:
             CheckpointNotFoundError: If there is no checkpoint.
             CorruptCheckpointError: If it is not whole.
             KeyMismatchError: If it is not one of this model; nothing was changed.
+            UnsafePickleError: If loading it would run code; nothing was executed or changed.
             LoadError: If reading failed after the checks; the message says what was changed.
             SaveError: If an earlier asynchronous save failed; nothing was loaded.
         """
@@ -314,6 +320,8 @@ class AutomodelCheckpointManager:
         if stored:
             stored.require_fit(self.checkpointer, state, self.model_state_dict_keys)
         state.read(self.checkpointer, model_dir, optim_dir)
+        if stored:
+            stored.require_unchanged()
 
     def close(self) -> None:
         """Publish an asynchronous save that is not published yet; collective.

@@ -27,6 +27,10 @@ from ckpt_core.staging import Stage, open_stage
 PartName = Literal["optim", "tokenizer", "model"]
 """Parts in the order in which they are published."""
 
+_CHECKPOINT_NAMES = frozenset({".metadata", ".hf_metadata", "consolidated", "consolidate.sh"})
+_CHECKPOINT_SUFFIXES = (".distcp", ".safetensors", ".json", ".bin", ".pt", ".pth")
+"""What savers leave in a checkpoint's directory; with the next save it is stale."""
+
 _ORDER: tuple[PartName, ...] = ("optim", "tokenizer", "model")
 
 
@@ -76,6 +80,7 @@ class SaveSet:
             _rewrite_paths(stage, name)
             _write_record(stage.path, states[name], self.save_id)
             _check_staged(stage.path, states[name])
+            _carry_over(stage)
 
     def publish(self) -> None:
         """Put every part at its target: optimizer, tokenizer, model.
@@ -139,6 +144,27 @@ def _lift(stage: Path, name: str) -> None:
     for entry in sorted(moved.iterdir()):
         entry.rename(stage / entry.name)
     moved.rmdir()
+
+
+def _carry_over(stage: Stage) -> None:
+    """Take files along that no checkpoint consists of: they are somebody's, and the target is replaced whole."""
+    if not stage.target.is_dir():
+        return
+    record = read_record(stage.target)
+    known = set(record.files) | {RECORD_NAME} if record else {RECORD_NAME}
+    for name in measure_files(stage.target).keys() - known:
+        if _is_checkpoint_file(name) or (stage.path / name).exists():
+            continue
+        (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(stage.target / name, stage.path / name)
+        except OSError:
+            shutil.copy2(stage.target / name, stage.path / name)
+
+
+def _is_checkpoint_file(name: str) -> bool:
+    top = name.split("/", 1)[0]
+    return top in _CHECKPOINT_NAMES or name.endswith(_CHECKPOINT_SUFFIXES)
 
 
 def _rewrite_paths(stage: Stage, name: PartName) -> None:

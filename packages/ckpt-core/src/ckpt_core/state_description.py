@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_core import automodel_compat as compat
+from ckpt_core.errors import ConfigError
 from ckpt_core.key_check import KeyRules, TiedHead
+from ckpt_core.key_mapping import strip_wrapper_prefixes
 from ckpt_core.live_state import LiveState, describe_state, merge_states
 from ckpt_core.training_objects import TrainingObjects
 
@@ -25,6 +27,8 @@ class StateDescription:
     native: frozenset[str]
     """The names that `model.state_dict()` has, wrapper prefixes taken off."""
     optimizer: LiveState | None
+    groups: tuple[tuple[str, ...], ...]
+    """Names of the parameters in each group of the optimizer; empty groups are left out."""
     rules: KeyRules
 
     @property
@@ -43,6 +47,7 @@ def describe_training(checkpointer: Any, state: TrainingObjects) -> StateDescrip
         state: The live model, optimizer and scheduler.
     """
     config, moe_mesh = checkpointer.config, checkpointer.moe_mesh
+    _require_storage(state)
     held = compat.model_state_dict(state.model, is_peft=config.is_peft, moe=moe_mesh is not None)
     namings = compat.stored_namings(state.model, held, config, moe_mesh)
     tied = compat.find_tied_head(state.model)
@@ -50,12 +55,22 @@ def describe_training(checkpointer: Any, state: TrainingObjects) -> StateDescrip
         namings=tuple(describe_state(naming) for naming in namings),
         native=compat.native_names(state.model),
         optimizer=_describe_optimizer(state, is_peft=config.is_peft, moe=moe_mesh is not None),
+        groups=_name_groups(state),
         rules=KeyRules(
             tied=None if tied is None else TiedHead(*tied),
             transient=compat.transient_buffers(state.model),
             is_peft=config.is_peft,
         ),
     )
+
+
+def _require_storage(state: TrainingObjects) -> None:
+    empty = [name for name, tensor in state.model.state_dict().items() if getattr(tensor, "is_meta", False)]
+    if empty:
+        raise ConfigError(
+            f"{len(empty)} tensors of the model are on the meta device, such as {empty[0]!r}, and hold nothing that "
+            "could be saved or loaded into; use load_base_model, or materialize them with to_empty"
+        )
 
 
 def merge_descriptions(parts: Sequence[StateDescription]) -> StateDescription:
@@ -65,6 +80,7 @@ def merge_descriptions(parts: Sequence[StateDescription]) -> StateDescription:
         namings=tuple(merge_states(naming) for naming in zip(*(part.namings for part in parts), strict=True)),
         native=frozenset().union(*(part.native for part in parts)),
         optimizer=merge_states(optimizers) if optimizers else None,
+        groups=tuple(dict.fromkeys(group for part in parts for group in part.groups)),
         rules=_merge_rules([part.rules for part in parts]),
     )
 
@@ -95,6 +111,14 @@ def _describe_optimizer(state: TrainingObjects, *, is_peft: bool, moe: bool) -> 
                 del optimizer.state[parameter][name]
             if parameter not in held:
                 del optimizer.state[parameter]
+
+
+def _name_groups(state: TrainingObjects) -> tuple[tuple[str, ...], ...]:
+    if state.optimizer is None:
+        return ()
+    names = {parameter: strip_wrapper_prefixes(name) for name, parameter in state.model.named_parameters()}
+    groups = ([names[p] for p in group["params"] if p in names] for group in state.optimizer.param_groups)
+    return tuple(tuple(group) for group in groups if group)
 
 
 def _merge_rules(rules: Sequence[KeyRules]) -> KeyRules:

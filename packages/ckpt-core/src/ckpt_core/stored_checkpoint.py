@@ -14,10 +14,16 @@ from typing import Any, Self
 from ckpt_core import automodel_compat as compat
 from ckpt_core.collective import Step, combine, on_rank_zero
 from ckpt_core.errors import KeyMismatchError, LayoutError, LoadError, Problem
-from ckpt_core.key_check import compare_optimizers, compare_requested, compare_states
+from ckpt_core.key_check import compare_groups, compare_optimizers, compare_requested, compare_states
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.state_description import StateDescription, describe_training, find_origin, merge_descriptions
-from ckpt_core.stored_state import StoredState, read_stored_state, require_equal_head, require_same_save
+from ckpt_core.stored_state import (
+    StoredState,
+    read_stored_state,
+    require_equal_head,
+    require_same_id,
+    require_same_save,
+)
 from ckpt_core.training_objects import TrainingObjects
 
 _SAVE_FORMATS = {
@@ -84,6 +90,20 @@ class StoredCheckpoint:
             lambda parts: self._judge(parts, requested),
         )
 
+    def require_unchanged(self) -> None:
+        """Refuse what was loaded if a save replaced it meanwhile; collective.
+
+        Raises:
+            LoadError: On every rank.
+        """
+        step = Step(f"{self.model.path}: cannot be read again", LoadError)
+        on_rank_zero(step, self._require_same_ids)
+
+    def _require_same_ids(self) -> None:
+        for part in (self.model, self.optimizer):
+            if part is not None:
+                require_same_id(part)
+
     def _judge(self, parts: Sequence[StateDescription], requested: Sequence[str] | None) -> None:
         live = merge_descriptions(parts)
         found = {label: problems for label, problems in self._compare(live, requested).items() if problems}
@@ -105,5 +125,8 @@ class StoredCheckpoint:
         if requested is not None:
             compared["model_state_dict_keys"] = compare_requested(requested, live.native, stored.names, live.rules)
         if self.optimizer is not None and live.optimizer is not None:
-            compared["the optimizer and scheduler"] = compare_optimizers(live.optimizer.named, self.optimizer.state)
+            compared["the optimizer and scheduler"] = [
+                *compare_optimizers(live.optimizer.named, self.optimizer.state),
+                *compare_groups(live.groups, self.optimizer.options),
+            ]
         return compared
