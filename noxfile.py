@@ -24,7 +24,7 @@ SCRIPTS = ("ckpt-inspect", "ckpt-convert", "ckpt-verify")
 @nox.session(default=False, reuse_venv=True)
 def training(session: nox.Session) -> None:
     """Build the environment that demo, tests, distributed and bench share."""
-    session.install(*PINNED, *EDITABLE, "nox", "peft", "pytest")
+    session.install(*PINNED, *EDITABLE, "hypothesis", "nox", "peft", "pytest")
 
 
 def run_in_training(session: nox.Session, *command: str) -> None:
@@ -87,7 +87,7 @@ def wheels(session: nox.Session) -> None:
 def compat(session: nox.Session, automodel: str) -> None:
     """Run the manager's saves and loads through one nemo-automodel release."""
     pinned = ("-c", "tests/compat/constraints.txt")
-    session.install(*pinned, *EDITABLE, f"nemo-automodel=={automodel}", "peft", "pytest")
+    session.install(*pinned, *EDITABLE, f"nemo-automodel=={automodel}", "hypothesis", "peft", "pytest")
     session.run("pytest", "-m", "compat", *session.posargs)
 
 

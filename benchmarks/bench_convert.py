@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from ckpt_convert.byte_sizes import parse_size
-from ckpt_core.inspect import format_bytes
+from ckpt_core.terminal import format_bytes
 
 CONVERT = [sys.executable, "-m", "ckpt_convert", "--quiet"]
 COPY = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']

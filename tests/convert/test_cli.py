@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_convert import __version__
 from ckpt_convert.cli import main
 from testbed.sharded import save_dcp
 from testbed.tensors import describe, make_tensor, read_safetensors
@@ -143,6 +144,33 @@ def test_an_interrupt_is_exit_code_130_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
 
 
+@pytest.mark.parametrize("options", [["-v"], ["-q"], ["--dry-run"]])
+def test_names_of_files_cannot_act_on_a_terminal(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "code\x1b[2J.py").write_text("x = 1")
+    (source / "stray\x1b[2J.distcp").write_bytes(b"left over")
+    assert main([str(source), str(tmp_path / "out"), "--assets", str(tmp_path / "assets"), *options]) == 0
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err
+    assert r"stray\x1b[2J.distcp" in output.out + output.err
+    assert (r"code\x1b[2J.py" in output.out) is ("-q" not in options)
+
+
+def test_json_has_the_doubts_about_the_source_as_problems(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source / "__7_0.distcp").write_bytes(b"left over")
+    assert main([str(source), str(tmp_path / "out"), "--json"]) == 0
+    stray, *missing = json.loads(capsys.readouterr().out)["warnings"]
+    assert (stray["kind"], stray["severity"], stray["where"]) == ("stray_file", "warning", "__7_0.distcp")
+    assert [(warning["severity"], warning["message"][:9]) for warning in missing] == [
+        ("warning", "no config"),
+        ("warning", "no tokeni"),
+    ]
+
+
 @pytest.mark.parametrize("arguments", [[], ["only-one"], ["a", "b", "--to", "zip"], ["a", "b", "-q", "-v"]])
 def test_wrong_usage_is_exit_code_2_without_a_traceback(arguments: list[str]) -> None:
     result = run_command(*arguments)
@@ -161,7 +189,7 @@ def test_help_names_every_flag_and_exit_code_and_version_the_version() -> None:
     text = run_command("--help").stdout
     flags = ["--to", "--max-shard-size", "--assets", "--overwrite", "--dry-run", "--no-verify", "--threads", "--json"]
     assert all(flag in text for flag in [*flags, "-q", "-v", "--version", "130"])
-    assert run_command("--version").stdout == "ckpt-convert 0.1.0\n"
+    assert run_command("--version").stdout == f"ckpt-convert {__version__}\n"
 
 
 def test_a_terminal_sees_progress_and_a_pipe_does_not(source: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_names_without_wrappers_stay_and_nothing_is_reported(tmp_path: Path) -> 
 
 def test_objects_optimizer_entries_and_extra_states_are_left_out_by_name(tmp_path: Path) -> None:
     state = {
-        "model": {"w": W, "attn._extra_state": W, "extra_state.w": W},
+        "model": {"w": W, "attn._extra_state": W, "te._extra_state": {"amax": W}, "extra_state.w": W},
         "optim": {"state": {"w": {"exp_avg": W}}, "lr": 1e-3},
         "step": 7,
     }
@@ -40,7 +40,7 @@ def test_objects_optimizer_entries_and_extra_states_are_left_out_by_name(tmp_pat
     assert {kind: set(left) for kind, left in names.left_out.items()} == {
         "objects": {"optim.lr", "step"},
         "tensors outside the model": {"optim.state.w.exp_avg"},
-        "module extra states": {"model.attn._extra_state"},
+        "module extra states": {"model.attn._extra_state", "model.te._extra_state.amax"},
     }
     text = "\n".join(names.describe())
     assert "left out: 1 tensors outside the model (optim.state.w.exp_avg)" in text

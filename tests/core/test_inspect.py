@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_core.cli import main
-from ckpt_core.inspect import DtypeUsage, escape_controls, format_bytes, inspect_checkpoint, render_text
+from ckpt_core.inspect import DtypeUsage, inspect_checkpoint, render_text
 from ckpt_core.layout import CheckpointLayout
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from testbed.sharded import save_dcp, save_sharded_safetensors
 
@@ -145,40 +143,10 @@ def test_names_cannot_act_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     assert "\x1b" not in capsys.readouterr().out
 
 
-@given(text=st.text())
-def test_escaped_text_is_printable_and_keeps_what_was(text: str) -> None:
-    escaped = escape_controls(text)
-    assert escaped.isprintable()
-    assert "".join(c for c in text if c.isprintable()) == text or escaped != text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (2_345_678, "2.35 MB"),
-        (5 * 10**9, "5.00 GB"),
-        (10**18, "1000.00 PB"),
-    ],
-)
-def test_bytes_are_formatted_for_people(count: int, text: str) -> None:
-    assert format_bytes(count) == text
-
-
 def run_python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # noqa: S603  this interpreter, our own script
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=os.environ | env
     )
-
-
-def test_inspecting_a_dcp_imports_neither_torch_nor_numpy(path: Path) -> None:
-    heavy = ("torch", "numpy", "nemo_automodel", "transformers", "peft", "hypothesis")
-    code = f"import sys; from ckpt_core.cli import main; main(); print([m for m in {heavy} if m in sys.modules])"
-    found = run_python(code, str(path))
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == "[]"
 
 
 def test_names_outside_the_encoding_of_the_terminal_are_spelled_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpt_core.key_mapping import find_canonical_names, strip_wrapper_prefixes
+from ckpt_core.key_mapping import find_canonical_names, is_extra_state, strip_wrapper_prefixes
 from ckpt_core.reader import open_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,3 +141,18 @@ def test_lists_in_a_state_dict_have_numbers_in_their_paths() -> None:
     found = find_canonical_names(["model.0", "model.1"], {"model.0": ("model", 0), "model.1": ("model", 1)})
     assert found.nest == ("model",)
     assert dict(found.names) == {"model.0": "0", "model.1": "1"}
+
+
+@pytest.mark.parametrize(
+    ("fqn", "expected"),
+    [
+        ("_extra_state", True),
+        ("model.attn._extra_state", True),
+        ("attn._extra_state.amax.0", True),
+        ("attn.extra_state", False),
+        ("attn.my_extra_state.weight", False),
+        ("", False),
+    ],
+)
+def test_extra_state_is_known_by_a_whole_component_anywhere(fqn: str, *, expected: bool) -> None:
+    assert is_extra_state(fqn) is expected

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,17 @@ def test_no_import_goes_against_the_arrows(package: str, forbidden: set[str]) ->
 def test_only_the_manager_imports_nemo_automodel() -> None:
     importers = {p.name for p in SOURCES.rglob("*.py") if "nemo_automodel" in list_imports(p)}
     assert importers <= MANAGER
+
+
+@pytest.mark.parametrize("package", ["ckpt-core", "ckpt-convert", "ckpt-verify"])
+def test_what_a_package_imports_it_requires(package: str) -> None:
+    project = tomllib.loads((SOURCES / package / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project.get("optional-dependencies", {}).get("automodel", [])]
+    required = {re.split(r"[\[=>]", line)[0].replace("-", "_") for line in lines}
+    # The demo has an extra; huggingface_hub is what transformers loads with.
+    modules = [path for path in list_modules(package) if path.parent.name != "demo"]
+    imported = {name for path in modules for name in list_imports(path)} - {"huggingface_hub"}
+    assert imported - sys.stdlib_module_names - {package.replace("-", "_")} <= required
 
 
 def find_imported(program: str, *names: str, arguments: tuple[str, ...] = ()) -> list[str]:

@@ -44,7 +44,7 @@ def test_siblings_are_pinned_to_the_same_version_and_others_have_floors(package:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_requirements_go_in_one_direction(package: str) -> None:
-    siblings = [line.partition("==")[0] for line in list_requirements(package) if line.startswith("ckpt-")]
+    siblings = [re.split(r"[\[=]", line)[0] for line in list_requirements(package) if line.startswith("ckpt-")]
     assert all(PACKAGES.index(sibling) < PACKAGES.index(package) for sibling in siblings)
 
 
@@ -57,3 +57,4 @@ def test_training_stack_is_an_extra() -> None:
     plain = [line for package in PACKAGES for line in read_project(package)["dependencies"]]
     assert not [line for line in plain if line.startswith(("nemo", "transformers", "peft"))]
     assert set(read_project("ckpt-core")["optional-dependencies"]) == {"automodel"}
+    assert read_project("ckpt-verify")["optional-dependencies"]["demo"][0].startswith("ckpt-core[automodel]")

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from ckpt_convert import convert
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LayoutError
 from ckpt_core.layout import CheckpointLayout
 from ckpt_verify import Comparison, TiedPair, ValueProblem, compare_checkpoints
+from ckpt_verify.report import render_comparison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -131,6 +133,30 @@ def test_objects_and_optimizer_entries_are_listed_and_not_compared(tmp_path: Pat
     moments_of = "optimizer.state.model.scale"
     assert set(comparison.a.outside) == {f"{moments_of}.exp_avg", f"{moments_of}.step"}
     assert (comparison.b.objects, comparison.b.outside) == ((), ())
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_extra_states_of_modules_are_listed_and_not_compared(tmp_path: Path, side: str) -> None:
+    own = {"te._extra_state": torch.arange(3, dtype=torch.uint8), "te.sub._extra_state": {"amax": torch.tensor(2.5)}}
+    state = {"model": {**make_state(), **own}}
+    first, second = (state, make_state()) if side == "a" else (make_state(), state)
+    comparison = compare_checkpoints(save_dcp(tmp_path / "a", first), save_dcp(tmp_path / "b", second))
+    assert comparison.is_equal
+    assert comparison.compared == len(make_state())
+    there, absent = (comparison.a, comparison.b) if side == "a" else (comparison.b, comparison.a)
+    assert there.tensors == absent.tensors == len(make_state())
+    assert set(there.extra_states) == {"model.te._extra_state", "model.te.sub._extra_state.amax"}
+    assert absent.extra_states == ()
+
+
+def test_a_checkpoint_with_extra_states_equals_what_it_is_converted_to(tmp_path: Path) -> None:
+    state = {**make_state(), "te._extra_state": {"amax": torch.tensor(2.5), "format": "e4m3"}}
+    source = save_dcp(tmp_path / "dcp", state)
+    report = convert(source, tmp_path / "hf")
+    assert report.plan.names.left_out["module extra states"] == ("te._extra_state.amax",)
+    comparison = compare_checkpoints(source, tmp_path / "hf")
+    assert (comparison.is_equal, comparison.compared) == (True, len(make_state()))
+    assert "extra states of modules: te._extra_state.amax" in render_comparison(comparison)
 
 
 def test_a_checkpoint_of_an_optimizer_alone_is_not_equal_to_anything(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +19,7 @@ SAVED = "torch_save/step_2/policy/weights/model"
 @pytest.fixture
 def demo() -> Iterator[ModuleType]:
     # Here, because importing the demo silences the libraries' loggers.
-    import ckpt_verify.demo.__main__ as module  # noqa: PLC0415
+    from ckpt_verify.demo import main_job as module  # noqa: PLC0415
 
     yield module
     logging.disable(logging.NOTSET)
@@ -52,3 +54,17 @@ def test_only_a_save_of_the_trained_model_has_its_logits(
 
 def test_different_tensors_are_no_success_even_with_equal_logits(demo: ModuleType) -> None:
     assert not demo.Outcome("torch_save", 1.0, compared_equal=False, largest_difference=0.0).is_equal
+
+
+def test_without_the_training_stack_the_demo_says_what_to_install() -> None:
+    program = (
+        "import runpy, sys\n"
+        "sys.modules['nemo_automodel'] = None  # as if it were not installed\n"
+        "runpy.run_module('ckpt_verify.demo', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)  # noqa: S603  our own
+    assert (done.returncode, done.stdout) == (2, "")
+    (message,) = done.stderr.splitlines()
+    assert message.startswith("python -m ckpt_verify.demo: ")
+    assert "install ckpt-verify[demo]" in message
+    assert "nemo_automodel" in message

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from ckpt_core.reader import open_checkpoint
 from ckpt_verify.tied import OUTPUT_OF_EMBEDDING, denies_tying, find_twin
+from safetensors.torch import save_file
 
 
 @pytest.mark.parametrize(("embedding", "output"), OUTPUT_OF_EMBEDDING.items())
@@ -52,6 +55,6 @@ def test_no_config_denies_nothing(tmp_path: Path) -> None:
 
 
 def test_the_config_of_a_single_file_lies_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
-    assert denies_tying(tmp_path / "model.safetensors")
+    assert denies_tying(open_checkpoint(tmp_path / "model.safetensors").directory)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_core.checkpoint_files import iter_files
 from ckpt_core.errors import CheckpointNotFoundError
 
 _DATA_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
@@ -97,7 +98,7 @@ def _list_places(checkpoint: Path) -> list[Path]:
 
 
 def _list_assets(place: Path) -> Iterator[Asset]:
-    for path in sorted(place.rglob("*")):
+    for path in iter_files(place):
         name = path.relative_to(place)
         suffixes = _NESTED_SUFFIXES if len(name.parts) > 1 else _NESTED_SUFFIXES | _DATA_SUFFIXES
         hidden = any(part.startswith((".", "__pycache__")) for part in name.parts)

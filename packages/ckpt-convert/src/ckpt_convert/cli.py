@@ -7,46 +7,28 @@ source and was not published, 2 bad input or usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckpt_core.terminal import EXIT_DONE, PrintVersion, escape_controls, run_command
+
 if TYPE_CHECKING:
     from ckpt_convert.plan import ConversionPlan
     from ckpt_convert.report import ConversionReport
 
-EXIT_DONE, EXIT_DIFFERS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command on `arguments` (those of the process by default); return its exit code."""
-    _spell_out_what_cannot_be_printed()
     options = _build_parser().parse_args(arguments)
-    # Only now: help and usage errors answer at once.
-    from ckpt_core.errors import CheckpointError, VerificationError  # noqa: PLC0415
-
-    try:
-        _run(options)
-    except KeyboardInterrupt:
-        print(f"ckpt-convert: interrupted; nothing was published at {options.dst}", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except CheckpointError as error:
-        print(f"ckpt-convert: {error}", file=sys.stderr)
-        return EXIT_DIFFERS if isinstance(error, VerificationError) else EXIT_USAGE
-    except OSError as error:
-        print(f"ckpt-convert: {error.filename or options.src}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_USAGE
-    return EXIT_DONE
-
-
-def _spell_out_what_cannot_be_printed() -> None:
-    """Names are any Unicode, terminals and pipes are not; a message must never fail for that."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    return run_command(
+        "ckpt-convert",
+        lambda: _run(options),
+        as_json=options.json,
+        interrupted=f"interrupted; nothing was published at {options.dst}",
+    )
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -69,27 +51,22 @@ def _build_parser() -> argparse.ArgumentParser:
     loudness = parser.add_mutually_exclusive_group()
     loudness.add_argument("-q", "--quiet", action="store_true", help="no progress, and warnings only")
     loudness.add_argument("-v", "--verbose", action="store_true", help="print the plan first, and every name")
-    parser.add_argument("--version", action=_VersionAction, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "--version", action=PrintVersion, nargs=0, const="ckpt-convert", help="print the version and exit"
+    )
     return parser
 
 
-class _VersionAction(argparse.Action):
-    """Looks the version up only when it is asked for, which takes as long as all of the help."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version  # noqa: PLC0415
-
-        print(f"ckpt-convert {version('ckpt-convert')}")
-        parser.exit()
-
-
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
+    # Only now: help and usage errors answer at once.
+    from ckpt_core.recovery import recover_source  # noqa: PLC0415
     from ckpt_core.staging import require_free_space  # noqa: PLC0415
 
     from ckpt_convert.byte_sizes import parse_size  # noqa: PLC0415
     from ckpt_convert.execute import execute_plan  # noqa: PLC0415
     from ckpt_convert.plan import plan_conversion  # noqa: PLC0415
 
+    recover_source(options.src)
     plan = plan_conversion(
         options.src,
         options.dst,
@@ -101,20 +78,22 @@ def _run(options: argparse.Namespace) -> None:
     if options.dry_run:
         require_free_space(plan.target, plan.disk_needed)
         _print_result(plan, plan, options)
-        return
+        return EXIT_DONE
     if options.verbose and not options.json:
         print(plan)
     verify = not options.no_verify
     with _show_progress(plan.nbytes * (1 + verify), quiet=options.quiet) as progress:
         report = execute_plan(plan, verify=verify, threads=options.threads, progress=progress)
     _print_result(report, plan, options)
+    return EXIT_DONE
 
 
 def _print_result(result: ConversionPlan | ConversionReport, plan: ConversionPlan, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result.to_json(), indent=2))
     elif options.quiet:
-        print(*(f"ckpt-convert: warning: {text}\n" for text in plan.warnings), sep="", end="", file=sys.stderr)
+        for text in plan.warnings:
+            print(f"ckpt-convert: warning: {escape_controls(text)}", file=sys.stderr)
     else:
         print(result)
         if options.verbose:

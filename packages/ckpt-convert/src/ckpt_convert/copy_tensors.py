@@ -102,7 +102,7 @@ def _copy_elements(reader: CheckpointReader, job: ByteCopy, target: Position, wo
     if len(job.spec.chunks) == 1:
         data = reader.locate(job.spec, job.spec.chunks[0])
         if data.is_contiguous:
-            _copy_run(_find_root(reader) / data.file, data.offset, target, job.spec, workers)
+            _copy_run(reader.directory / data.file, data.offset, target, job.spec, workers)
             return
     for block in stream_tensor(reader, job.spec, block_bytes=workers.block_bytes):
         write_bytes(target.descriptor, target.offset, block)
@@ -118,8 +118,3 @@ def _copy_run(path: Path, offset: int, target: Position, spec: TensorSpec, worke
             f"{path}: expected {spec.nbytes:,} bytes of {spec.fqn!r} at offset {offset:,}, found {copied:,}; "
             "the file was cut short"
         )
-
-
-def _find_root(reader: CheckpointReader) -> Path:
-    """Return the directory that the file names of `reader` are relative to."""
-    return reader.path if reader.path.is_dir() else reader.path.parent

@@ -6,7 +6,6 @@ the target holds what it held before or the whole result.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from ckpt_core.errors import CheckpointError, ConfigError, SaveError, SpaceError
+from ckpt_core.errors import CheckpointError, ConfigError, translate_os_errors
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, TensorRecord, measure_files, write_record
 from ckpt_core.safetensors_header import INDEX_NAME
@@ -70,16 +69,17 @@ def execute_plan(
     Raises:
         ConfigError: `threads` is not positive.
         SpaceError: The file system cannot hold the result.
-        TargetError: The target is taken, or another writer is at work on it.
+        TargetError: The target is taken or cannot be written, or another writer is at work on it.
         CorruptCheckpointError: The source contradicts its metadata or ends early.
         VerificationError: What was written differs from the source; nothing was published.
-        SaveError: Writing failed.
+        SaveError: The storage reports an error.
     """
     if threads < 1:
         raise ConfigError(f"threads {threads}: expected at least 1")
     require_free_space(plan.target, plan.disk_needed)
     workers = Workers(threads, min(_BLOCK, _BUFFERS // (2 * threads)), Meter(progress))
-    with _explain_failures(plan), stage_directory(plan.target, replace=plan.replaces) as stage:
+    failure = f"nothing was published, as the conversion of {plan.source} failed"
+    with translate_os_errors(plan.target, failure), stage_directory(plan.target, replace=plan.replaces) as stage:
         write_files(plan.files, plan.reader, stage.path, workers)
         _write_small_files(plan, stage.path)
         digests: Mapping[str, str] = {}
@@ -135,17 +135,3 @@ def _syncing(stage: Stage) -> Iterator[None]:
         worker.join()
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def _explain_failures(plan: ConversionPlan) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        cause = f"{error.strerror}: {error.filename}" if error.filename else error.strerror or os.strerror(errno.EIO)
-        message = f"{plan.target}: conversion of {plan.source} failed ({cause}); nothing was published"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise SpaceError(f"{message}; free some space and try again") from error
-        raise SaveError(message) from error

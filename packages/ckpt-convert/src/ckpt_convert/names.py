@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_core.errors import KeyMismatchError
-from ckpt_core.inspect import escape_controls
-from ckpt_core.key_mapping import find_canonical_names
+from ckpt_core.key_mapping import find_canonical_names, is_extra_state
 from ckpt_core.reader import CheckpointReader
+from ckpt_core.terminal import escape_controls, list_some
 
-# torch.nn.Module.get_extra_state's key: whatever a module keeps beside its parameters, in a form of its own.
-_EXTRA_STATE = "_extra_state"
 _SHOWN = 5
 
 
@@ -72,7 +70,7 @@ def change_names(reader: CheckpointReader) -> NameChanges:
             problems=found.problems,
         )
     outside = frozenset(found.outside)
-    extra = tuple(fqn for fqn in reader.tensors if fqn not in outside and fqn.split(".")[-1] == _EXTRA_STATE)
+    extra = tuple(fqn for fqn in reader.tensors if fqn not in outside and is_extra_state(fqn))
     skipped = outside.union(extra)
     kept = {fqn: stored for stored, fqn in found.names.items() if stored not in skipped}
     left_out = {
@@ -84,4 +82,4 @@ def change_names(reader: CheckpointReader) -> NameChanges:
 
 
 def _join(names: tuple[str, ...]) -> str:
-    return escape_controls(", ".join(names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    return escape_controls(", ".join(list_some(names, _SHOWN)))

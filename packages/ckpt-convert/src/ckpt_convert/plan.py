@@ -11,12 +11,12 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError
-from ckpt_core.inspect import format_bytes
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.record import RECORD_NAME
 from ckpt_core.safetensors_header import INDEX_NAME
+from ckpt_core.terminal import format_bytes, join_lines
 
 from ckpt_convert.assets import Asset, describe_missing, find_assets
 from ckpt_convert.names import NameChanges, change_names
@@ -48,7 +48,10 @@ class ConversionPlan:
     assets: tuple[Asset, ...]
     names: NameChanges
     """What became of the source's names, and what is left out."""
-    warnings: tuple[str, ...]
+    doubts: tuple[Problem, ...]
+    """What is doubtful about the source, but keeps no tensor from being read."""
+    missing: tuple[str, ...]
+    """What a loader of the result will miss."""
     reader: CheckpointReader = field(repr=False, compare=False)
     """The opened source."""
 
@@ -61,6 +64,11 @@ class ConversionPlan:
     def nbytes(self) -> int:
         """Bytes of all tensors that are written."""
         return sum(file.size - len(file.header) for file in self.files)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Everything that is doubtful, as text."""
+        return [*map(str, self.doubts), *self.missing]
 
     @property
     def disk_needed(self) -> int:
@@ -76,7 +84,7 @@ class ConversionPlan:
     def __str__(self) -> str:
         width = max(len(file.name) for file in self.files)
         assets = ", ".join(asset.name for asset in self.assets)
-        return "\n".join(
+        return join_lines(
             [
                 f"{self.source} ({self.source_layout})",
                 f"-> {self.target} ({self.target_layout})" + (", replaced" if self.overwrite and self.replaces else ""),
@@ -104,7 +112,10 @@ class ConversionPlan:
             "tensor_bytes": self.nbytes,
             "disk_needed": self.disk_needed,
             **self.names.to_json(),
-            "warnings": list(self.warnings),
+            "warnings": [
+                *(problem.to_json() for problem in self.doubts),
+                *({"severity": "warning", "message": text} for text in self.missing),
+            ],
         }
 
 
@@ -142,7 +153,7 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
     source, target = Path(src), Path(dst)
     reader = _open_model(source)
     replaces = check_target(target, (source, reader.path), overwrite=overwrite)
-    warnings = _prove_complete(reader)
+    doubts = _prove_complete(reader)
     names = change_names(reader)
     tensors = {fqn: reader.tensors[stored] for fqn, stored in names.kept.items()}
     _require_tensors(reader, names)
@@ -160,7 +171,8 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
         index=build_index(files) if len(files) > 1 else None,
         assets=found,
         names=names,
-        warnings=(*warnings, *describe_missing(found)),
+        doubts=tuple(doubts),
+        missing=tuple(describe_missing(found)),
         reader=reader,
     )
 
@@ -174,7 +186,7 @@ def _open_model(source: Path) -> CheckpointReader:
     return reader
 
 
-def _prove_complete(reader: CheckpointReader) -> list[str]:
+def _prove_complete(reader: CheckpointReader) -> list[Problem]:
     problems = reader.check()
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
@@ -183,7 +195,7 @@ def _prove_complete(reader: CheckpointReader) -> list[str]:
             "copy it again, or use an earlier one",
             problems=errors,
         )
-    return [str(problem) for problem in problems]
+    return problems
 
 
 def _require_tensors(reader: CheckpointReader, names: NameChanges) -> None:
@@ -197,5 +209,4 @@ def _require_tensors(reader: CheckpointReader, names: NameChanges) -> None:
 
 
 def _find_assets(reader: CheckpointReader, assets: str | os.PathLike[str] | None) -> tuple[Asset, ...]:
-    directory = reader.path if reader.path.is_dir() else reader.path.parent
-    return find_assets(directory, None if assets is None else Path(assets), exclude=frozenset({RECORD_NAME}))
+    return find_assets(reader.directory, None if assets is None else Path(assets), exclude=frozenset({RECORD_NAME}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckpt_core.inspect import format_bytes
+from ckpt_core.terminal import format_bytes, join_lines
 
 from ckpt_convert.plan import ConversionPlan
 
@@ -24,7 +24,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         proof = "every tensor read back and equal to the source" if self.verified else "not verified"
-        return "\n".join(
+        return join_lines(
             [
                 f"{self.plan.target}: {self.plan.tensor_count:,} tensors, {format_bytes(self.plan.nbytes)}, {proof}",
                 *self.plan.describe_findings(),

@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ckpt_core.checkpoint_files import iter_files
 from ckpt_core.errors import ConfigError, Problem, TargetError
 from ckpt_core.record import RECORD_NAME, read_record
 from ckpt_core.safetensors_header import build_header
 from ckpt_core.spec import TensorSpec
+from ckpt_core.terminal import list_some
 from safetensors import SafetensorError, deserialize
 
 _SHOWN = 5
@@ -37,7 +39,7 @@ def check_target(target: Path, sources: tuple[Path, ...], *, overwrite: bool) ->
         return False
     if not target.is_dir():
         raise TargetError(f"{target}: expected a new or empty directory, found a file; choose another target")
-    found = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if _is_entry(path))
+    found = sorted(path.relative_to(target).as_posix() for path in iter_files(target))
     if found and not overwrite:
         raise TargetError(
             f"{target}: expected a new or empty directory, found {_join(found)}; choose another target, or "
@@ -86,18 +88,13 @@ def _check_apart(target: Path, source: Path) -> None:
         raise TargetError(f"{target}: holds the source {source}; choose another target")
 
 
-def _is_entry(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
-
-
 def _list_recorded(target: Path) -> set[str]:
     record = read_record(target)
     return {RECORD_NAME, *record.files} if record else set()
 
 
 def _join(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(list_some(names, _SHOWN))
 
 
 def _holds_dtype(dtype: str) -> bool:

@@ -1,9 +1,11 @@
-"""Files of a checkpoint: which names are safe, how large they are, exact reads."""
+"""Files of a checkpoint: which there are, which names are safe, how large they are, exact reads."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 
@@ -21,6 +23,25 @@ def find_name_fault(name: object) -> str | None:
     if any(char in name for char in ("/", "\\", "\0")):
         return "a path or a zero byte, not a plain file name"
     return "a drive, not a plain file name" if name[1:2] == ":" else None
+
+
+def iter_files(directory: Path) -> Iterator[Path]:
+    """Yield everything below `directory` that is no directory, sorted in each directory.
+
+    A link is one entry, wherever it points; nothing behind it is listed.
+
+    Raises:
+        OSError: A directory cannot be listed.
+    """
+    for parent, directories, names in os.walk(directory, onerror=raise_walk_error):
+        directories.sort()
+        links = [name for name in directories if os.path.islink(os.path.join(parent, name))]  # noqa: PTH114, PTH118  cheap
+        yield from (Path(parent, name) for name in sorted([*names, *links]))
+
+
+def raise_walk_error(error: OSError) -> NoReturn:
+    """Stop `os.walk`, which would pass over a directory that it cannot read."""
+    raise error
 
 
 def read_range(path: Path, offset: int, length: int) -> bytes:

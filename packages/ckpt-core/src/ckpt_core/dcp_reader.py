@@ -40,6 +40,11 @@ class DcpReader:
         self._finder = ArchiveFinder()
 
     @property
+    def directory(self) -> Path:
+        """The DCP itself."""
+        return self.path
+
+    @property
     def layout(self) -> CheckpointLayout:
         """Always DCP."""
         return CheckpointLayout.DCP

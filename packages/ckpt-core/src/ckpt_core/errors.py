@@ -58,6 +58,10 @@ class Problem:
         """Whether the checkpoint can be used in spite of the problem."""
         return "warning" if self.kind in _WARNINGS else "error"
 
+    def to_json(self) -> dict[str, object]:
+        """Return the problem as JSON types."""
+        return {"kind": self.kind, "severity": self.severity, "where": self.where, "message": self.message}
+
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
 

@@ -13,6 +13,7 @@ from ckpt_core.errors import CheckpointError, Problem
 from ckpt_core.key_mapping import Nesting, find_canonical_names
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
+from ckpt_core.terminal import format_bytes, join_lines, list_some
 
 _SHOWN = 20
 
@@ -100,8 +101,8 @@ def render_text(inspection: Inspection) -> str:
     """Render as aligned lines; no character of a checkpoint's own names acts on a terminal."""
     rows = [*_list_rows(inspection)]
     width = max(len(label) for label, _ in rows)
-    lines = [f"{label:<{width}}  {escape_controls(value)}".rstrip() for label, value in rows]
-    return "\n".join([*lines, *_list_problems(inspection.problems)])
+    lines = [f"{label:<{width}}  {value}".rstrip(" ") for label, value in rows]
+    return join_lines([*lines, *_list_problems(inspection.problems)])
 
 
 def render_json(inspection: Inspection) -> dict[str, object]:
@@ -115,33 +116,8 @@ def render_json(inspection: Inspection) -> dict[str, object]:
         "nest": list(inspection.nest),
         "outside": inspection.outside,
         "adapter": None if inspection.adapter is None else asdict(inspection.adapter),
-        "problems": [asdict(problem) | {"severity": problem.severity} for problem in inspection.problems],
+        "problems": [problem.to_json() for problem in inspection.problems],
     }
-
-
-def escape_controls(text: str) -> str:
-    r"""Spell out every character that is not printable, so that a name cannot move a cursor.
-
-    >>> escape_controls("a\x1b[2J")
-    'a\\x1b[2J'
-    """
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def format_bytes(count: int) -> str:
-    """Format a number of bytes for people, in powers of 1,000.
-
-    >>> format_bytes(2_345_678)
-    '2.35 MB'
-    """
-    if count < 1000:  # noqa: PLR2004  below one kilobyte
-        return f"{count} B"
-    value, unit = count / 1000, "kB"
-    for larger in ("MB", "GB", "TB", "PB"):
-        if value < 1000:  # noqa: PLR2004  the next unit begins here
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.2f} {unit}"
 
 
 def _list_rows(inspection: Inspection) -> Iterator[tuple[str, str]]:
@@ -152,8 +128,7 @@ def _list_rows(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield f"  {dtype}", f"{usage.tensors:,}, {format_bytes(usage.nbytes)}"
     yield "chunks", f"{inspection.chunks:,} in {inspection.files:,} file{'s' * (inspection.files != 1)}"
     if inspection.objects:
-        shown = ", ".join(inspection.objects[:_SHOWN]) + ", ..." * (len(inspection.objects) > _SHOWN)
-        yield "objects", f"{len(inspection.objects):,}: {shown}"
+        yield "objects", f"{len(inspection.objects):,}: {', '.join(list_some(inspection.objects, _SHOWN))}"
     if inspection.nest:
         yield "nested under", " / ".join(map(str, inspection.nest))
     if inspection.outside:
@@ -177,8 +152,6 @@ def _list_problems(problems: tuple[Problem, ...]) -> Iterator[str]:
     if not problems:
         yield "problems  none found"
         return
-    yield f"problems  {len(problems):,}"
-    for problem in problems[:_SHOWN]:
-        yield f"  {problem.severity}: {problem.kind}: {escape_controls(str(problem))}"
-    if len(problems) > _SHOWN:
-        yield f"  ... and {len(problems) - _SHOWN:,} more; --json lists all"
+    yield f"problems  {len(problems):,}" + "; --json lists all" * (len(problems) > _SHOWN)
+    lines = [f"{problem.severity}: {problem.kind}: {problem}" for problem in problems]
+    yield from (f"  {line}" for line in list_some(lines, _SHOWN))

@@ -28,6 +28,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _DDP_PREFIX = "module."
 _MODEL_KEYS = frozenset({"model", "model_state_dict", "state_dict"})
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers"})
+# torch.nn.Module.get_extra_state's key: what a module keeps beside its parameters, in a form of its own.
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,14 @@ def strip_wrapper_prefixes(name: str) -> str:
 
 
 def is_extra_state(fqn: str) -> bool:
-    """Whether a name belongs to a module's extra state, which is no weight.
+    """Whether a name is that of a module's extra state, which is no weight.
 
-    DCP flattens a dict that a module returns into names below `_extra_state`.
+    A module may return a dict; DCP flattens it into names below that of the state.
+
+    >>> is_extra_state("attn._extra_state.amax"), is_extra_state("extra_state.weight")
+    (True, False)
     """
-    return "_extra_state" in fqn.split(".")
+    return _EXTRA_STATE in fqn.split(".")
 
 
 def find_canonical_names(fqns: Iterable[str], nesting: Mapping[str, Nesting]) -> CanonicalNames:

@@ -17,6 +17,7 @@ from pathlib import Path
 from ckpt_core._foreign import find_foreign_layout
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, LayoutError
 from ckpt_core.safetensors_header import INDEX_NAME, SHARDING_KEY, read_header
+from ckpt_core.terminal import list_some
 
 
 class CheckpointLayout(StrEnum):
@@ -87,8 +88,9 @@ def _detect(start: Path) -> DetectedLayout:
             f"{start}: expected a checkpoint (DCP, safetensors, an adapter), found none there or below;"
             " name the directory that holds the weights"
         )
-    listed = "\n".join(f"  - {c.path} ({c.layout})" for c in list(reversed(unique.values()))[:_LISTED])
-    raise LayoutError(f"{start}: expected one checkpoint, found {len(unique)}; name one of them:\n{listed}")
+    listed = list_some([f"{c.path} ({c.layout})" for c in reversed(unique.values())], _LISTED)
+    lines = [f"{start}: expected one checkpoint, found {len(unique)}; name one of them:", *listed]
+    raise LayoutError("\n  - ".join(lines))
 
 
 def _detect_file(path: Path) -> DetectedLayout:

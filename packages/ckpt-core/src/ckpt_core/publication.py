@@ -23,8 +23,9 @@ import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
+from ckpt_core.checkpoint_files import raise_walk_error
 from ckpt_core.errors import TargetError
 
 _AT_FDCWD = -100  # fcntl.h: paths are relative to the working directory
@@ -163,11 +164,6 @@ def sync_tree(directory: Path) -> None:
             if not path.is_symlink():
                 _sync_file(path)
         sync_directory(Path(parent))
-
-
-def raise_walk_error(error: OSError) -> NoReturn:
-    """Stop `os.walk`, which would pass over a directory that it cannot read."""
-    raise error
 
 
 def _sync_file(path: Path) -> None:

@@ -34,6 +34,10 @@ class CheckpointReader(Protocol):
         """The directory (or single file) that holds the layout."""
 
     @property
+    def directory(self) -> Path:
+        """The directory that the names of its files are relative to."""
+
+    @property
     def layout(self) -> CheckpointLayout:
         """Which layout it is."""
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from ckpt_core.checkpoint_files import find_name_fault
+from ckpt_core.checkpoint_files import find_name_fault, iter_files
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem, translate_os_errors
 from ckpt_core.layout import CheckpointLayout
-from ckpt_core.publication import raise_walk_error
 from ckpt_core.spec import DTYPE_BITS
 
 RECORD_NAME = "ckpt_record.json"
@@ -147,8 +146,8 @@ def write_record(directory: Path, record: CheckpointRecord) -> None:
 
 def measure_files(directory: Path) -> dict[str, int]:
     """List every file below `directory` with its size in bytes, the record itself left out."""
-    paths = (Path(parent, name) for parent, _, names in os.walk(directory, onerror=raise_walk_error) for name in names)
-    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+    files = (path for path in iter_files(directory) if not path.is_dir())
+    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     sizes.pop(RECORD_NAME, None)
     return dict(sorted(sizes.items()))
 

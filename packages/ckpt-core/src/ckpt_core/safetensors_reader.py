@@ -66,10 +66,10 @@ class SafetensorsReader:
             CheckpointError: No file can be used, or the index is damaged.
         """
         self.path = path
-        self._directory = path if path.is_dir() else path.parent
+        self.directory = path if path.is_dir() else path.parent
         self._weight_map = self._read_weight_map()
-        self._files = SafetensorsFiles(self._directory, self._list_files())
-        self._record = read_record(self._directory) if path.is_dir() else None
+        self._files = SafetensorsFiles(self.directory, self._list_files())
+        self._record = read_record(self.directory) if path.is_dir() else None
         self._places: dict[str, list[str]] = defaultdict(list)
         self.tensors: Mapping[str, TensorSpec] = MappingProxyType(self._collect())
         self.objects: Mapping[str, ObjectSpec] = MappingProxyType({})
@@ -81,7 +81,7 @@ class SafetensorsReader:
         if self._weight_map is not None:
             problems += self._check_index(self._weight_map)
         if self._record is not None:
-            problems += compare_with_record(self._directory, self._record, self.tensors)
+            problems += compare_with_record(self.directory, self._record, self.tensors)
         elif self._weight_map is None and len(self._files.headers) > 1:
             message = "several files without an index or a record: none of them would be missed"
             problems.append(Problem("unproven", self.path.name, message))
@@ -89,10 +89,10 @@ class SafetensorsReader:
 
     def locate(self, spec: TensorSpec, chunk: Chunk) -> TensorData:
         """Find the elements of `chunk`; nothing needs to be read, as the headers were."""
-        return locate_raw(self._directory, spec, chunk)
+        return locate_raw(self.directory, spec, chunk)
 
     def _read_weight_map(self) -> Mapping[str, str] | None:
-        index = self._directory / INDEX_NAME
+        index = self.directory / INDEX_NAME
         return read_index(index).weight_map if self.path.is_dir() and index.is_file() else None
 
     def _list_files(self) -> list[str]:
@@ -100,7 +100,7 @@ class SafetensorsReader:
             return [self.path.name]
         if self._weight_map is not None:
             return sorted(set(self._weight_map.values()))
-        return list_safetensors(self._directory)
+        return list_safetensors(self.directory)
 
     def _collect(self) -> dict[str, TensorSpec]:
         specs: dict[str, TensorSpec] = {}
@@ -122,7 +122,7 @@ class SafetensorsReader:
         for fqn, files in self._places.items():
             if fqn not in weight_map:
                 yield Problem("unexpected_tensor", fqn, f"{files[0]} holds it, the index does not list it")
-        for name in list_safetensors(self._directory):
+        for name in list_safetensors(self.directory):
             if name not in self._files.headers and name not in weight_map.values():
                 yield Problem("stray_file", name, "the index does not refer to it")
 

@@ -46,8 +46,8 @@ class ShardedSafetensorsReader:
             CheckpointError: No file can be used.
         """
         self.path = path
-        self._directory = path if path.is_dir() else path.parent
-        self._files = SafetensorsFiles(self._directory, list_safetensors(path) if path.is_dir() else [path.name])
+        self.directory = path if path.is_dir() else path.parent
+        self._files = SafetensorsFiles(self.directory, list_safetensors(path) if path.is_dir() else [path.name])
         self._record = read_record(path) if path.is_dir() else None
         self._conflicts: list[Problem] = []
         self.tensors: Mapping[str, TensorSpec] = MappingProxyType(self._assemble())
@@ -63,13 +63,13 @@ class ShardedSafetensorsReader:
             message = "the files hold neither the full shapes nor a list of files; a missing last shard would go unseen"
             problems.append(Problem("unproven", self.path.name, message))
         else:
-            problems += compare_with_record(self._directory, self._record, self.tensors)
+            problems += compare_with_record(self.directory, self._record, self.tensors)
             problems += self._find_strays(self._record)
         return list(dict.fromkeys(problems))
 
     def locate(self, spec: TensorSpec, chunk: Chunk) -> TensorData:
         """Find the elements of `chunk`; nothing needs to be read, as the headers were."""
-        return locate_raw(self._directory, spec, chunk)
+        return locate_raw(self.directory, spec, chunk)
 
     def _find_strays(self, record: CheckpointRecord) -> Iterator[Problem]:
         for name in self._files.headers:

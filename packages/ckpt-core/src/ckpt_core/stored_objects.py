@@ -31,7 +31,7 @@ def read_objects(reader: CheckpointReader) -> dict[str, object]:
     known: dict[bytes, object] = {}
     values: dict[str, object] = {}
     for fqn, spec in reader.objects.items():
-        path = reader.path / spec.stored.file
+        path = reader.directory / spec.stored.file
         data = read_range(path, spec.stored.offset, spec.stored.length)
         if data not in known:
             known[data] = _load(data, f"{path}: object {fqn!r}")

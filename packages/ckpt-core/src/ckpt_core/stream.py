@@ -56,7 +56,7 @@ def stream_tensor(
     problems = check_tiling(spec.fqn, spec.shape, [(c.offsets, c.sizes) for c in spec.chunks])
     if problems:
         raise CorruptCheckpointError(f"{reader.path}: {spec.fqn!r} cannot be read", problems=problems)
-    with _OpenFiles(reader.path if reader.path.is_dir() else reader.path.parent) as files:
+    with _OpenFiles(reader.directory) as files:
         source = _Source(reader, spec, block_bytes, files)
         for box in _cut_boxes(source.shape, max(1, block_bytes // source.itemsize)):
             yield source.read_box(box)

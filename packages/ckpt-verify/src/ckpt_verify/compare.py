@@ -1,6 +1,6 @@
 """Do two checkpoints, of any layouts, hold the same tensors?
 
-    names:  stored FQNs, without nesting and wrapper prefixes, without optimizer entries
+    names:  stored FQNs, without nesting and wrapper prefixes; no optimizer entries, no extra states of modules
     specs:  missing, unexpected, shape, dtype; known without reading a tensor
     values: the row-major bytes of both sides, block by block, bit for bit
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_core.errors import CorruptCheckpointError, LayoutError, Problem, ProblemKind
-from ckpt_core.key_mapping import find_canonical_names
+from ckpt_core.key_mapping import find_canonical_names, is_extra_state
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.spec import TensorSpec
 from ckpt_core.stream import stream_tensor
@@ -53,6 +53,7 @@ class _Side:
     specs: Mapping[str, TensorSpec]
     """Tensors of the model by canonical name, in stored order."""
     outside: tuple[str, ...]
+    extra_states: tuple[str, ...]
     warnings: tuple[Problem, ...]
 
     @classmethod
@@ -67,10 +68,12 @@ class _Side:
                 problems=errors,
             )
         outside = frozenset(canonical.outside)
-        specs = {canonical.names[fqn]: spec for fqn, spec in reader.tensors.items() if fqn not in outside}
+        extra = tuple(fqn for fqn in reader.tensors if fqn not in outside and is_extra_state(fqn))
+        skipped = outside.union(extra)
+        specs = {canonical.names[fqn]: spec for fqn, spec in reader.tensors.items() if fqn not in skipped}
         if not specs:
             raise LayoutError(f"{reader.path}: holds no tensor of a model, so there is nothing to compare")
-        return cls(label, reader, specs, canonical.outside, tuple(found))
+        return cls(label, reader, specs, canonical.outside, extra, tuple(found))
 
     def stream(self, spec: TensorSpec) -> Iterator[bytes | bytearray]:
         return stream_tensor(self.reader, spec, block_bytes=BLOCK_BYTES)
@@ -82,6 +85,7 @@ class _Side:
             tensors=len(self.specs),
             objects=tuple(self.reader.objects),
             outside=self.outside,
+            extra_states=self.extra_states,
             warnings=self.warnings,
         )
 
@@ -125,7 +129,7 @@ class _Comparer:
         twin = find_twin(fqn, set(absent.specs))
         if twin is None:
             yield Problem(kind, fqn, message)
-        elif denying := [side.label for side in (self._a, self._b) if denies_tying(side.reader.path)]:
+        elif denying := [side.label for side in (self._a, self._b) if denies_tying(side.reader.directory)]:
             labels = " and ".join(denying)
             yield Problem(kind, fqn, f"{message}; config.json of {labels} says that it is not tied to {twin}")
         elif reason := self._find_untied(present, spec, absent.specs[twin]):

@@ -19,6 +19,11 @@ class ValueProblem(Problem):
     count: int
     """Number of elements that differ."""
 
+    def to_json(self) -> dict[str, object]:
+        """Return the problem as JSON types."""
+        # A class with slots is made anew, and super() without arguments would name the first one.
+        return Problem.to_json(self) | {"index": list(self.index), "count": self.count}
+
 
 @dataclass(frozen=True, slots=True)
 class TiedPair:
@@ -44,6 +49,8 @@ class ComparedSide:
     """Entries that are no tensors, by stored name; not compared."""
     outside: tuple[str, ...]
     """Tensors that lie beside the model in the saved state, such as an optimizer's; not compared."""
+    extra_states: tuple[str, ...]
+    """Tensors that modules keep beside their weights (`_extra_state`), by stored name; not compared."""
     warnings: tuple[Problem, ...]
     """What is doubtful but does not keep the checkpoint from being read."""
 

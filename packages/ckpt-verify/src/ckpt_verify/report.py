@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckpt_core.errors import CheckpointError, Problem
-from ckpt_core.inspect import escape_controls
+from ckpt_core.errors import Problem
+from ckpt_core.terminal import join_lines, list_some
 
-from ckpt_verify.comparison import ComparedSide, Comparison, ValueProblem
+from ckpt_verify.comparison import ComparedSide, Comparison
 
 _SHOWN = 20
+_NAMED = 5
 
 
 def render_comparison(comparison: Comparison) -> str:
     """Return the report of a comparison: both sides, the verdict, and the first 20 differences."""
-    return "\n".join(escape_controls(line) for line in _render_lines(comparison))
-
-
-def render_error(error: CheckpointError) -> str:
-    """Return the message of an error, each of its lines free of control characters."""
-    return "\n".join(escape_controls(line) for line in str(error).split("\n"))
+    return join_lines(_render_lines(comparison))
 
 
 def build_comparison_json(comparison: Comparison) -> dict[str, object]:
@@ -31,20 +27,8 @@ def build_comparison_json(comparison: Comparison) -> dict[str, object]:
         "compared": {"tensors": comparison.compared, "bytes": comparison.compared_bytes},
         "tied": [{"fqn": t.fqn, "twin": t.twin, "stored_once_in": t.stored_once_in} for t in comparison.tied],
         "counts": comparison.counts,
-        "differences": build_problems_json(comparison.differences),
+        "differences": [problem.to_json() for problem in comparison.differences],
     }
-
-
-def build_problems_json(problems: Sequence[Problem]) -> list[dict[str, object]]:
-    """Return problems as JSON types."""
-    return [_build_problem(problem) for problem in problems]
-
-
-def _build_problem(problem: Problem) -> dict[str, object]:
-    built: dict[str, object] = {"kind": problem.kind, "where": problem.where, "message": problem.message}
-    if isinstance(problem, ValueProblem):
-        built |= {"index": list(problem.index), "count": problem.count}
-    return built
 
 
 def _build_side(side: ComparedSide) -> dict[str, object]:
@@ -52,8 +36,12 @@ def _build_side(side: ComparedSide) -> dict[str, object]:
         "path": str(side.path),
         "layout": side.layout.value,
         "tensors": side.tensors,
-        "not_compared": {"objects": list(side.objects), "outside": list(side.outside)},
-        "warnings": build_problems_json(side.warnings),
+        "not_compared": {
+            "objects": list(side.objects),
+            "outside": list(side.outside),
+            "extra_states": list(side.extra_states),
+        },
+        "warnings": [problem.to_json() for problem in side.warnings],
     }
 
 
@@ -71,16 +59,17 @@ def _render_lines(comparison: Comparison) -> Iterator[str]:
 
 def _render_side_notes(label: str, side: ComparedSide) -> Iterator[str]:
     if side.objects:
-        yield f"note: {label}: not compared, no tensors: {_list_first(side.objects)}"
+        yield f"note: {label}: not compared, no tensors: {_join(side.objects)}"
     if side.outside:
-        yield f"note: {label}: not compared, beside the model: {_list_first(side.outside)}"
+        yield f"note: {label}: not compared, beside the model: {_join(side.outside)}"
+    if side.extra_states:
+        yield f"note: {label}: not compared, extra states of modules: {_join(side.extra_states)}"
     for warning in side.warnings:
         yield f"warning: {label}: {warning}"
 
 
-def _list_first(names: Sequence[str], shown: int = 5) -> str:
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(list_some(names, _NAMED))
 
 
 def _render_verdict(comparison: Comparison) -> str:
@@ -92,9 +81,6 @@ def _render_verdict(comparison: Comparison) -> str:
 
 
 def _render_differences(differences: Sequence[Problem]) -> Iterator[str]:
-    shown = differences[:_SHOWN]
-    width = max((len(problem.kind) for problem in shown), default=0)
-    for problem in shown:
-        yield f"  {problem.kind:<{width}}  {problem}"
-    if len(differences) > _SHOWN:
-        yield f"  ... and {len(differences) - _SHOWN:,} more"
+    width = max((len(problem.kind) for problem in differences[:_SHOWN]), default=0)
+    lines = [f"{problem.kind:<{width}}  {problem}" for problem in differences]
+    yield from (f"  {line}" for line in list_some(lines, _SHOWN))

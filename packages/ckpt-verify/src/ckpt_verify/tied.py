@@ -33,12 +33,11 @@ def find_twin(fqn: str, names: set[str]) -> str | None:
     return next((twin for twin in twins if twin in names), None)
 
 
-def denies_tying(path: Path) -> bool:
-    """Whether a config.json beside the weights at `path` says that the embeddings are not tied.
+def denies_tying(directory: Path) -> bool:
+    """Whether a config.json beside the weights in `directory` says that the embeddings are not tied.
 
     The top level decides; a model of several parts may say it in `text_config` only.
     """
-    directory = path if path.is_dir() else path.parent
     for place in (directory, directory / ".hf_metadata"):
         try:
             config = json.loads((place / "config.json").read_bytes())
