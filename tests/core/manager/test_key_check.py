@@ -11,7 +11,6 @@ from ckpt_core.key_check import (
     compare_requested,
     compare_states,
 )
-from ckpt_core.key_mapping import strip_wrapper_prefixes
 
 F32 = Entry("F32", (2, 3))
 TIED = KeyRules(tied=TiedHead("lm_head.weight", "embed.weight"))
@@ -100,7 +99,7 @@ STORED = frozenset({"embed.weight", "experts.0.w", "experts.1.w"})
 
 
 def _requested(keys: list[str], rules: KeyRules | None = None) -> list[tuple[str, str]]:
-    problems = compare_requested(keys, NATIVE, STORED, rules or KeyRules(), strip_wrapper_prefixes)
+    problems = compare_requested(keys, NATIVE, STORED, rules or KeyRules())
     return [(p.kind, p.where) for p in problems]
 
 
@@ -128,7 +127,7 @@ def test_with_an_adapter_only_its_own_names_count() -> None:
     rules = KeyRules(is_peft=True)
 
     def compare(*keys: str) -> list[str]:
-        problems = compare_requested(keys, frozenset(), stored, rules, strip_wrapper_prefixes)
+        problems = compare_requested(keys, frozenset(), stored, rules)
         return [p.where for p in problems]
 
     assert compare("a.weight") == []

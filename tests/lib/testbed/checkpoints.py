@@ -47,7 +47,13 @@ def build_manager(run: Run, root: Path, *, with_keys: bool = False) -> Automodel
     keys = run.keys if with_keys else None
     manager = AutomodelCheckpointManager(run.meshes.dp, run.meshes.tp, keys, run.meshes.moe)
     manager.init_checkpointer(
-        config_updates={"model_repo_id": "tiny/model", "model_cache_dir": str(root), "is_peft": run.is_peft},
+        # Consolidating managers synchronize writes in a process group of their own.
+        config_updates={
+            "model_repo_id": "tiny/model",
+            "model_cache_dir": str(root),
+            "is_peft": run.is_peft,
+            "save_consolidated": True,
+        },
         checkpoint_root=str(root),
     )
     return manager

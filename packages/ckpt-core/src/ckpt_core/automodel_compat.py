@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -25,9 +23,9 @@ from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, Che
 from nemo_automodel.components.checkpoint.config import SaveConsolidatedMode
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from ckpt_core.collective import Step, agree
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, LayoutError
 from ckpt_core.key_mapping import strip_wrapper_prefixes
 
 __all__ = [
@@ -37,7 +35,6 @@ __all__ = [
     "clear_plan_caches",
     "explain_no_consolidation",
     "find_tied_head",
-    "guard_single_writes",
     "has_accelerator",
     "has_lora",
     "is_real",
@@ -46,6 +43,7 @@ __all__ = [
     "model_device",
     "model_state_dict",
     "native_names",
+    "needs_new_checkpointer",
     "normalize_options",
     "optimizer_state_dict",
     "renames_base",
@@ -55,8 +53,6 @@ __all__ = [
     "transient_buffers",
     "written_directories",
 ]
-
-T = TypeVar("T")
 
 _ADAPTER_OPTIONS = ("v4_compatible", "legacy_paramwrapper_layout")
 
@@ -78,13 +74,19 @@ def make_config(**options: object) -> CheckpointingConfig:
 
     Args:
         options: Fields, in the form that `normalize_options` gives them.
+
+    Raises:
+        ConfigError: If the constructor refuses them.
     """
     defaults = {"model_save_format": "safetensors", "save_consolidated": False, "dequantize_base_checkpoint": False}
     options = defaults | options
     if isinstance(options["model_save_format"], SerializationFormat):
         # The constructor takes the string only.
         options["model_save_format"] = options["model_save_format"].value
-    return CheckpointingConfig(**options)
+    try:
+        return CheckpointingConfig(**options)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"checkpointing options {sorted(options)} are impossible: {error}") from error
 
 
 def normalize_options(options: Mapping[str, object]) -> dict[str, object]:
@@ -133,68 +135,26 @@ def explain_no_consolidation(config: CheckpointingConfig) -> str | None:
     return None
 
 
+def needs_new_checkpointer(checkpointer: Any, *, was_async: bool) -> bool:  # noqa: ANN401
+    """Whether a changed configuration needs what only the constructor makes.
+
+    That is stagers and process groups of asynchronous saves, and the group in which a
+    background thread consolidates: on the default group it would meet the training's own
+    collectives.
+    """
+    config = checkpointer.config
+    if config.is_async != was_async:
+        return True
+    consolidates = config.is_async and "model/consolidated" in written_directories(config)
+    lacks_group = getattr(checkpointer, "_consolidation_process_group", checkpointer) is None
+    return consolidates and lacks_group and torch.distributed.is_initialized()
+
+
 def make_addons(config: CheckpointingConfig) -> list[object]:
     """Build the list that `Checkpointer.__init__` would build for `config`."""
     writes_hf = config.model_save_format == SerializationFormat.SAFETENSORS and not config.is_peft
     addons: list[object] = [ConsolidatedHFAddon()] if writes_hf else []
     return [*addons, PeftAddon()] if config.is_peft else addons
-
-
-@contextmanager
-def guard_single_writes(checkpointer: Any, step: Step) -> Iterator[None]:  # noqa: ANN401
-    """Let a failure of what only rank 0 writes reach the ranks that wait for it.
-
-    The library writes adapters, metadata and scripts on one rank and then meets the others
-    in a barrier. If that write fails, the rank never comes, and the others wait forever.
-    """
-    guarded = {
-        "_addons": [_GuardedAddon(addon, step) for addon in checkpointer._addons],  # noqa: SLF001  no public name
-        "_do_save": _guard_adapter_save(checkpointer, step),
-    }
-    script = getattr(checkpointer, "_maybe_write_offline_consolidation_script", None)
-    if script is not None:
-        guarded["_maybe_write_offline_consolidation_script"] = lambda directory: agree(step, lambda: script(directory))
-    held = {name: vars(checkpointer)[name] for name in guarded if name in vars(checkpointer)}
-    vars(checkpointer).update(guarded)
-    try:
-        yield
-    finally:
-        for name in guarded:
-            del vars(checkpointer)[name]
-        vars(checkpointer).update(held)
-
-
-@dataclass(frozen=True, slots=True)
-class _GuardedAddon:
-    addon: Any
-    step: Step
-
-    def pre_save(self, **options: object) -> None:
-        agree(self.step, lambda: _meet_in_barrier(lambda: self.addon.pre_save(**options)))
-
-    def post_save(self, **options: object) -> None:
-        agree(self.step, lambda: _meet_in_barrier(lambda: self.addon.post_save(**options)))
-
-
-def _guard_adapter_save(checkpointer: Any, step: Step) -> Callable[..., Any]:  # noqa: ANN401
-    save = checkpointer._do_save  # noqa: SLF001  no public name
-
-    def guarded(state_dict: Any, path: str, storage_writer: Any = None) -> Any:  # noqa: ANN401
-        if not (checkpointer.config.is_peft and Path(path).name == "model"):
-            return save(state_dict, path, storage_writer)
-        return agree(step, lambda: _meet_in_barrier(lambda: save(state_dict, path, storage_writer)))
-
-    return guarded
-
-
-def _meet_in_barrier(work: Callable[[], T]) -> T:
-    """Do work that ends in a barrier; enter it on a failure as well, since the others do."""
-    try:
-        return work()
-    except BaseException:
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        raise
 
 
 def written_directories(config: CheckpointingConfig) -> list[str]:
@@ -273,7 +233,7 @@ def _drop_extra_state(state_dict: Any, config: Any) -> Any:  # noqa: ANN401
 
 def native_names(model: nn.Module) -> frozenset[str]:
     """Names of `model.state_dict()` without the prefixes of wrappers."""
-    return frozenset(_wrappers.get_model_state_dict(model))
+    return frozenset(get_model_state_dict(model))
 
 
 def optimizer_state_dict(
@@ -308,7 +268,7 @@ def find_tied_head(model: nn.Module) -> tuple[str, str | None] | None:
 def _embedding_name(model: nn.Module, head: str) -> str | None:
     embeddings = getattr(_unwrap_ddp(model), "get_input_embeddings", lambda: None)()
     weight = getattr(embeddings, "weight", None)
-    names = (_strip(name) for name, p in model.named_parameters(remove_duplicate=False) if p is weight)
+    names = (strip_wrapper_prefixes(name) for name, p in model.named_parameters(remove_duplicate=False) if p is weight)
     return next((name for name in names if name != head), None)
 
 
@@ -319,7 +279,7 @@ def transient_buffers(model: nn.Module) -> frozenset[str]:
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set  # noqa: SLF001  torch has no public name for it
     )
-    return frozenset(_strip(name) for name in names)
+    return frozenset(strip_wrapper_prefixes(name) for name in names)
 
 
 def require_optimizer_path(path: str, *, is_peft: bool) -> None:
@@ -347,26 +307,40 @@ def resolve_base_model(model_name: str, cache_dir: str | None) -> tuple[str, str
 
     Raises:
         CheckpointNotFoundError: If neither is there; nothing is downloaded.
+        LayoutError: If the cache holds several snapshots and does not say which is current.
     """
     cache = cache_dir or HF_HUB_CACHE
     if Path(model_name).exists():
         return model_name, cache
-    found = _checkpointing._get_hf_safetensors_reference_path(cache, model_name)  # noqa: SLF001  no public name
-    if found is None:
-        raise CheckpointNotFoundError(
-            f"base model {model_name!r} is neither a directory nor in the hub cache {cache}; "
-            "download it first, or pass hf_cache_dir"
+    repository = Path(cache, f"models--{model_name.replace('/', '--')}")
+    snapshots = sorted(path for path in repository.glob("snapshots/*") if path.is_dir())
+    main = repository / "refs" / "main"
+    if main.is_file():
+        snapshots = [path for path in snapshots if path.name == main.read_text().strip()]
+    if len(snapshots) == 1:
+        return str(snapshots[0]), cache
+    if snapshots:
+        raise LayoutError(
+            f"{repository}: holds {len(snapshots)} snapshots and no refs/main that says which; pass one as model_name: "
+            f"{[str(path) for path in snapshots]}"
         )
-    return found, cache
+    raise CheckpointNotFoundError(
+        f"base model {model_name!r} is neither a directory nor in the hub cache {cache}; "
+        "download it first, or pass hf_cache_dir"
+    )
 
 
 def renames_base(model: nn.Module) -> bool:
     """Whether a base model's names or tensors are converted on the way into `model`."""
     inner = _unwrap_ddp(model)
-    model_type = getattr(getattr(inner, "config", None), "model_type", None)
-    if getattr(inner, "state_dict_adapter", None) or getattr(inner, "_checkpoint_conversion_mapping", None):
+    if getattr(inner, "state_dict_adapter", None):
         return True
-    return bool(model_type and _checkpointing.requires_tensor_merging(model_type))
+    model_type = getattr(getattr(inner, "config", None), "model_type", None)
+    if not model_type:
+        return False
+    own = getattr(inner, "_checkpoint_conversion_mapping", None)
+    mapping = call_supported(_checkpointing.get_combined_key_mapping, model_type, own, model=inner)
+    return bool(mapping) or _checkpointing.requires_tensor_merging(model_type)
 
 
 def base_names(model: nn.Module, config: Any) -> frozenset[str]:  # noqa: ANN401
@@ -380,9 +354,11 @@ def base_names(model: nn.Module, config: Any) -> frozenset[str]:  # noqa: ANN401
     return frozenset(state.state_dict())
 
 
+def base_prefix(model: nn.Module) -> str:
+    """What stands before a base model's names in a model with a head; empty if nothing does."""
+    prefix = getattr(_unwrap_ddp(model), "base_model_prefix", "")
+    return f"{prefix}." if prefix else ""
+
+
 def _unwrap_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _strip(name: str) -> str:
-    return strip_wrapper_prefixes(name)

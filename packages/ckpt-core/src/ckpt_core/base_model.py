@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ from torch import nn
 
 from ckpt_core import automodel_compat as compat
 from ckpt_core.collective import Step, agree, on_rank_zero
-from ckpt_core.errors import KeyMismatchError, LoadError, Problem
+from ckpt_core.errors import CorruptCheckpointError, KeyMismatchError, LoadError, Problem
+from ckpt_core.key_mapping import is_extra_state
 from ckpt_core.layout import CheckpointLayout, detect_layout
 from ckpt_core.reader import open_checkpoint
 from ckpt_core.stored_state import require_equal_head
+
+_log = logging.getLogger(__name__)
 
 
 def load_base_model(
@@ -67,11 +71,19 @@ def _require_complete(path: Path, model: nn.Module, config: Any) -> None:  # noq
     """
     if compat.renames_base(model) or detect_layout(path).layout is not CheckpointLayout.SAFETENSORS:
         return
-    stored = open_checkpoint(path).tensors.keys()
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    reader = open_checkpoint(path)
+    errors = [problem for problem in reader.check() if problem.severity == "error"]
+    if errors:
+        raise CorruptCheckpointError(f"{path}: is not a complete base model; fetch it again", problems=errors)
+    stored = reader.tensors.keys()
+    prefix = compat.base_prefix(model)
     tied = compat.find_tied_head(model)
     known = stored | {f"{prefix}{name}" for name in stored} | ({tied[0]} if tied else set())
-    missing = sorted(compat.base_names(model, config) - known)
+    wanted = compat.base_names(model, config)
+    unused = stored - wanted - {name.removeprefix(prefix) for name in wanted} - ({tied[0]} if tied else set())
+    if unused:
+        _log.warning("%s: %d tensors have no place in the model, such as %r", path, len(unused), min(unused))
+    missing = sorted(name for name in wanted - known if not is_extra_state(name))
     if missing:
         problems = [Problem("missing_tensor", name, "in the model, not in the base model") for name in missing]
         raise KeyMismatchError(f"{path}: does not hold all parameters of the model", problems=problems)

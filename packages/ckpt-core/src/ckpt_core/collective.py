@@ -2,7 +2,9 @@
 
 A rank that raises alone leaves the others waiting inside a collective. So each step of a
 save or load runs through one of three functions, which exchange outcomes before anyone
-goes on. Without a default process group there is one rank, and nothing is exchanged.
+goes on. Where a step has collectives of its own, it must see to it that all ranks reach them:
+nothing here can free a rank that waits in one. Without a default process group there is one
+rank, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ class _Outcome(Generic[T]):
     value: T | None
     error: CheckpointError | None
     rank: int
+
+
+def has_group() -> bool:
+    """Whether a default process group exists, so that ranks can talk."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_rank_zero() -> bool:
@@ -113,19 +120,16 @@ def _attempt(step: Step, work: Callable[[], T]) -> _Outcome[T]:
 def _raise_failure(error: CheckpointError | None, rank: int, own: CheckpointError | None) -> None:
     """Raise `error` of `rank`; where it began here, with its original cause."""
     if error is not None:
-        raise (error if _is_alone() else error.on_rank(rank)) from (own.__cause__ if own is not None else None)
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+        is_own = own is not None and rank == _rank()
+        raise (error if _is_alone() else error.on_rank(rank)) from (own.__cause__ if own and is_own else None)
 
 
 def _rank() -> int:
-    return dist.get_rank() if _has_group() else 0
+    return dist.get_rank() if has_group() else 0
 
 
 def _is_alone() -> bool:
-    return not _has_group() or dist.get_world_size() == 1
+    return not has_group() or dist.get_world_size() == 1
 
 
 def _exchange(own: CheckpointError | None) -> list[CheckpointError | None]:

@@ -11,11 +11,15 @@ What may differ without an error is written down here and nowhere else:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_core.dtypes import holds_every_value
 from ckpt_core.errors import Problem
+from ckpt_core.key_mapping import is_extra_state, strip_wrapper_prefixes
+
+GROUPS_PREFIX = "optim.param_groups."
+"""Options of an optimizer are stored once for each parameter: `optim.param_groups.<fqn>.<option>`."""
 
 _ADAPTER_PREFIX = "base_model.model."
 
@@ -69,10 +73,7 @@ def compare_states(expected: NamedState, stored: NamedState, rules: KeyRules) ->
     """List what of `stored` cannot be loaded exactly into `expected`."""
     missing = [name for name in expected.names - stored.names if not _may_miss(name, stored, rules)]
     unexpected = [name for name in stored.names - expected.names if not _may_be_extra(name, rules)]
-    problems = _list_names(missing, unexpected)
-    for name in sorted(expected.tensors.keys() & stored.tensors.keys()):
-        problems += _compare_entries(name, expected.tensors[name], stored.tensors[name])
-    return problems
+    return _list_names(missing, unexpected) + _compare_common(expected, stored)
 
 
 def compare_optimizers(expected: NamedState, stored: NamedState) -> list[Problem]:
@@ -83,9 +84,29 @@ def compare_optimizers(expected: NamedState, stored: NamedState) -> list[Problem
     """
     missing = expected.names - stored.names
     unexpected = [name for name in stored.names - expected.names if name.startswith("optim.state.")]
-    problems = _list_names(missing, unexpected)
-    for name in sorted(expected.tensors.keys() & stored.tensors.keys()):
-        problems += _compare_entries(name, expected.tensors[name], stored.tensors[name])
+    return _list_names(missing, unexpected) + _compare_common(expected, stored)
+
+
+def compare_groups(groups: Iterable[Sequence[str]], stored: Mapping[str, object]) -> list[Problem]:
+    """List options that cannot be loaded, because a live group would need two values of them.
+
+    Args:
+        groups: Names of the parameters of each live group.
+        stored: Option values by stored name.
+    """
+    values: dict[str, dict[str, object]] = {}
+    for name, value in stored.items():
+        fqn, _, option = name.removeprefix(GROUPS_PREFIX).rpartition(".")
+        values.setdefault(fqn, {})[option] = value
+    problems = []
+    for first, *others in groups:
+        for option, value in values.get(first, {}).items():
+            other = next((fqn for fqn in others if values.get(fqn, {}).get(option, value) != value), None)
+            if other is not None:
+                message = (
+                    f"stored {values[other][option]!r}, but {value!r} for {first!r}, which is in the same group now"
+                )
+                problems.append(Problem("value", f"{GROUPS_PREFIX}{other}.{option}", message))
     return problems
 
 
@@ -94,7 +115,6 @@ def compare_requested(
     native: frozenset[str],
     stored: frozenset[str],
     rules: KeyRules,
-    strip: Callable[[str], str],
 ) -> list[Problem]:
     """List how requested keys differ from a model's, or from a checkpoint's.
 
@@ -103,11 +123,10 @@ def compare_requested(
         native: Names that the model uses in memory.
         stored: Names that are, or would be, on disk.
         rules: What may differ.
-        strip: Takes wrapper prefixes off a name.
     """
-    asked = frozenset(strip(name) for name in requested)
+    asked = frozenset(strip_wrapper_prefixes(name) for name in requested)
     if rules.is_peft:
-        return _compare_adapter_keys(asked, stored, strip)
+        return _compare_adapter_keys(asked, stored)
     candidates = [_requested_problems(asked, side, rules) for side in (stored, native)]
     # Keys taken before the model was adapted name what is in memory, others what is on disk.
     return min(candidates, key=len)
@@ -115,19 +134,19 @@ def compare_requested(
 
 def _requested_problems(asked: frozenset[str], side: frozenset[str], rules: KeyRules) -> list[Problem]:
     optional = rules.transient | ({rules.tied.head} if rules.tied else frozenset())
-    missing = {name for name in asked - side - optional if not _is_extra_state(name)}
-    unexpected = {name for name in side - asked - optional if not _is_extra_state(name)}
+    missing = {name for name in asked - side - optional if not is_extra_state(name)}
+    unexpected = {name for name in side - asked - optional if not is_extra_state(name)}
     return _list_names(missing, unexpected)
 
 
-def _compare_adapter_keys(asked: frozenset[str], stored: frozenset[str], strip: Callable[[str], str]) -> list[Problem]:
+def _compare_adapter_keys(asked: frozenset[str], stored: frozenset[str]) -> list[Problem]:
     wanted = {name.removeprefix(_ADAPTER_PREFIX) for name in asked if "lora_" in name}
-    found = {strip(name.removeprefix(_ADAPTER_PREFIX)) for name in stored}
+    found = {strip_wrapper_prefixes(name.removeprefix(_ADAPTER_PREFIX)) for name in stored}
     return _list_names(wanted - found, found - wanted) if wanted else []
 
 
 def _may_miss(name: str, stored: NamedState, rules: KeyRules) -> bool:
-    if _is_extra_state(name):
+    if is_extra_state(name):
         return True
     # The library fills a head that is tied by configuration from the stored embedding.
     return rules.tied is not None and name == rules.tied.head and bool(stored.tensors)
@@ -135,14 +154,9 @@ def _may_miss(name: str, stored: NamedState, rules: KeyRules) -> bool:
 
 def _may_be_extra(name: str, rules: KeyRules) -> bool:
     # Whether a stored head equals the embedding is for the caller to see: it takes bytes.
-    return _is_extra_state(name) or (
+    return is_extra_state(name) or (
         rules.tied is not None and rules.tied.embedding is not None and name == rules.tied.head
     )
-
-
-def _is_extra_state(name: str) -> bool:
-    # DCP flattens a dict that a module returns into dotted names below it.
-    return "_extra_state" in name.split(".")
 
 
 def _list_names(missing: Iterable[str], unexpected: Iterable[str]) -> list[Problem]:
@@ -150,6 +164,19 @@ def _list_names(missing: Iterable[str], unexpected: Iterable[str]) -> list[Probl
         *(Problem("missing_tensor", name, "expected, not stored") for name in sorted(missing)),
         *(Problem("unexpected_tensor", name, "stored, not expected") for name in sorted(unexpected)),
     ]
+
+
+def _compare_common(expected: NamedState, stored: NamedState) -> list[Problem]:
+    """Compare what both sides have: tensors with tensors, and objects with objects."""
+    problems = []
+    for name in sorted(expected.names & stored.names):
+        a, b = expected.tensors.get(name), stored.tensors.get(name)
+        if a is not None and b is not None:
+            problems += _compare_entries(name, a, b)
+        elif (a is None) != (b is None) and not is_extra_state(name):
+            kinds = ["an object" if entry is None else f"a tensor {entry}" for entry in (a, b)]
+            problems.append(Problem("dtype", name, f"expected {kinds[0]}, stored as {kinds[1]}"))
+    return problems
 
 
 def _compare_entries(name: str, expected: Entry, stored: Entry) -> list[Problem]:

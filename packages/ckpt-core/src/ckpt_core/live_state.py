@@ -7,7 +7,7 @@ byte moves: do the chunks tile every tensor exactly once, and which names will b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,9 +97,14 @@ def _live_tensor(item: WriteItem) -> LiveTensor:
     data = item.tensor_data
     if data is None:
         raise TypeError(f"{item.index.fqn} is no tensor")
-    box = (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     dtype = torch_dtype_name(data.properties.dtype)
-    return LiveTensor(Entry(dtype, tuple(data.size)), frozenset([box]))
+    shape, offsets, sizes = (_count_elements(dtype, n) for n in (data.size, data.chunk.offsets, data.chunk.sizes))
+    return LiveTensor(Entry(dtype, shape), frozenset([(offsets, sizes)]))
+
+
+def _count_elements(dtype: str, counts: Sequence[int]) -> tuple[int, ...]:
+    """One element of torch's F4 dtype holds two, along the last dimension."""
+    return (*counts[:-1], 2 * counts[-1]) if dtype == "F4" and counts else tuple(counts)
 
 
 def _join(a: LiveTensor, b: LiveTensor) -> LiveTensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckpt_core import automodel_compat as compat
 from ckpt_core.automodel_compat import Checkpointer, CheckpointingConfig
 from ckpt_core.base_model import load_base_model
-from ckpt_core.errors import ConfigError
+from ckpt_core.collective import Step, agree
+from ckpt_core.errors import ConfigError, SaveError
 from ckpt_core.layout import _infer_checkpoint_root, detect_checkpoint_format
 from ckpt_core.staged_save import StagedSave, part_directory
 from ckpt_core.stored_checkpoint import StoredCheckpoint
-from ckpt_core.training_state import TrainingState, WritePaths
+from ckpt_core.training_objects import TrainingObjects, WritePaths
 
 __all__ = ["AutomodelCheckpointManager", "Checkpointer", "_infer_checkpoint_root", "detect_checkpoint_format"]
 
@@ -42,6 +44,9 @@ _SAVE_OPTIONS = (
     "dequantize_base_checkpoint",
 )
 """Keys of `checkpointing_cfg` that are used; others belong to the training loop."""
+
+_REMEMBERED = ("model_save_format", "save_consolidated")
+"""What a save that does not mention it takes from `init_checkpointer` or `update_checkpointer_config`."""
 
 
 class AutomodelCheckpointManager:
@@ -76,6 +81,7 @@ class AutomodelCheckpointManager:
         self.tp_mesh = tp_mesh
         self.moe_mesh = moe_mesh
         self._unpublished: StagedSave | None = None
+        self._configured: dict[str, Any] = {}
 
     def _get_dp_rank(self) -> int:
         """Rank of this process in the data parallel group."""
@@ -99,11 +105,11 @@ class AutomodelCheckpointManager:
         """
         if self.checkpointer is not None:
             return
-        updates = compat.normalize_options(config_updates or {})
+        given = {"checkpoint_dir": checkpoint_root or "", "model_state_dict_keys": self.model_state_dict_keys}
+        updates = compat.normalize_options(given | (config_updates or {}))
         _require_accelerator(updates)
-        self.checkpoint_config = compat.make_config(
-            checkpoint_dir=checkpoint_root or "", model_state_dict_keys=self.model_state_dict_keys, **updates
-        )
+        self.checkpoint_config = compat.make_config(**updates)
+        self._configured = {name: getattr(self.checkpoint_config, name) for name in _REMEMBERED}
         self.checkpointer = self._create_checkpointer(self.checkpoint_config)
 
     def _create_checkpointer(self, config: CheckpointingConfig) -> Checkpointer:
@@ -125,6 +131,12 @@ class AutomodelCheckpointManager:
         if self.checkpointer is None:
             return
         updates = compat.normalize_options(config_updates or {})
+        self._configured |= {name: value for name, value in updates.items() if name in _REMEMBERED}
+        self._update(updates, checkpoint_root)
+
+    def _update(self, options: Mapping[str, Any], checkpoint_root: str | None) -> None:
+        """Set fields for one call; later saves still start from what was configured."""
+        updates = compat.normalize_options(options)
         _require_accelerator(updates)
         config = self.checkpointer.config
         was_async = config.is_async
@@ -134,9 +146,9 @@ class AutomodelCheckpointManager:
             setattr(config, name, value)
         if self.model_state_dict_keys is not None:
             config.model_state_dict_keys = self.model_state_dict_keys
-        if compat.is_real(self.checkpointer) and config.is_async != was_async:
-            # Stagers and process groups are made in the constructor.
-            self.checkpointer.close()
+        if compat.is_real(self.checkpointer) and compat.needs_new_checkpointer(self.checkpointer, was_async=was_async):
+            closing = Step(f"{config.checkpoint_dir}: the Checkpointer cannot be replaced", SaveError)
+            agree(closing, self.checkpointer.close)
             self.checkpointer = self._create_checkpointer(config)
         self._rebuild_checkpointer_addons()
 
@@ -177,13 +189,13 @@ class AutomodelCheckpointManager:
         Raises:
             AssertionError: If the Checkpointer has not been initialized.
             CheckpointNotFoundError: If the base model is not on this machine.
-            LoadError: If it does not fill the model.
+            KeyMismatchError: If it lacks parameters of the model; nothing was changed.
+            LoadError: If loading failed or left parameters without values.
+            SaveError: If an earlier asynchronous save failed; nothing was loaded.
         """
         self._require_checkpointer("loading base model")
         self.close()
-        self.update_checkpointer_config(
-            {"model_repo_id": model_name, "dequantize_base_checkpoint": dequantize_base_checkpoint}
-        )
+        self._update({"model_repo_id": model_name, "dequantize_base_checkpoint": dequantize_base_checkpoint}, None)
         self.checkpointer.config.model_state_dict_keys = self.model_state_dict_keys
         load_base_model(self.checkpointer, model, model_name, hf_cache_dir, peft_init_method)
 
@@ -211,7 +223,8 @@ class AutomodelCheckpointManager:
             optimizer: Saved if `optimizer_path` is given as well.
             optimizer_path: Directory for the optimizer; may equal `weights_path`.
             scheduler: Saved with the optimizer.
-            tokenizer: Saved to `tokenizer_path` or, without one, beside the weights.
+            tokenizer: Saved to `tokenizer_path` or, without one, beside the weights, where
+                only safetensors and adapters have a place for it.
             tokenizer_path: Directory for the tokenizer.
             checkpointing_cfg: `model_save_format`, `save_consolidated`, `is_peft`,
                 `peft_config`, `model_cache_dir`, `model_repo_id`, `is_async` and
@@ -223,7 +236,8 @@ class AutomodelCheckpointManager:
             AssertionError: If the Checkpointer has not been initialized.
             ValueError: If there is no `checkpointing_cfg`, or an impossible one.
             KeyMismatchError: If the model's keys are not `model_state_dict_keys`.
-            SaveError: If the save failed, on every rank; nothing was published.
+            SaveError: If this save failed, on every rank, with nothing replaced unless the
+                message says so; or if an earlier asynchronous one did.
         """
         self._require_checkpointer("saving checkpoint")
         if checkpointing_cfg is None:
@@ -234,27 +248,31 @@ class AutomodelCheckpointManager:
         adapter = options.pop("peft_config", None)
         if lora_enabled:
             options["is_peft"], adapter = True, peft_config
-        # An earlier adapter or asynchronous save must not decide how this one is written.
-        options = {"is_peft": False, "is_async": False} | options
-        self.update_checkpointer_config(options, _infer_checkpoint_root(weights_path))
-        state = TrainingState(model, optimizer if optimizer_path else None, scheduler, tokenizer, adapter)
+        # An earlier save or load must not decide how this one is written.
+        options = {"is_peft": False, "is_async": False} | self._configured | options
+        self._update(options, _infer_checkpoint_root(weights_path))
+        state = TrainingObjects(model, optimizer if optimizer_path else None, scheduler, tokenizer, adapter)
         paths = WritePaths(weights_path, optimizer_path if optimizer is not None else None, tokenizer_path)
         if compat.is_real(self.checkpointer):
             self._save_staged(state, paths)
         else:
             state.write(self.checkpointer, paths)
 
-    def _save_staged(self, state: TrainingState, paths: WritePaths) -> None:
+    def _save_staged(self, state: TrainingObjects, paths: WritePaths) -> None:
         reason = compat.explain_no_consolidation(self.checkpointer.config)
         if reason is not None:
             _log.warning("%s will not be consolidated: %s", paths.model, reason)
+        if state.tokenizer is not None and paths.tokenizer is None and not self.checkpointer._addons:  # noqa: SLF001
+            _log.warning(
+                "%s: the tokenizer is not saved, torch_save has no place for it; pass tokenizer_path", paths.model
+            )
         save = StagedSave(self.checkpointer, state, self.model_state_dict_keys)
         save.start(paths)
         if not self.checkpointer.config.is_async:
             save.publish()
             return
         self._unpublished = save
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def load_checkpoint(
         self,
@@ -282,17 +300,19 @@ class AutomodelCheckpointManager:
             CheckpointNotFoundError: If there is no checkpoint.
             CorruptCheckpointError: If it is not whole.
             KeyMismatchError: If it is not one of this model; nothing was changed.
+            UnsafePickleError: If loading it would run code; nothing was executed or changed.
             LoadError: If reading failed after the checks; the message says what was changed.
+            SaveError: If an earlier asynchronous save failed; nothing was loaded.
         """
         self._require_checkpointer("loading checkpoint")
         _log.info("Loading checkpoint from %s", weights_path)
         self.close()
-        state = TrainingState(model, optimizer if optimizer_path else None, scheduler)
+        state = TrainingObjects(model, optimizer if optimizer_path else None, scheduler)
         model_dir = part_directory(weights_path, "model")
         optim_dir = part_directory(optimizer_path, "optim") if optimizer_path and optimizer is not None else None
         stored = StoredCheckpoint.read(model_dir, optim_dir) if compat.is_real(self.checkpointer) else None
         save_format, is_peft = stored.save_format if stored else detect_checkpoint_format(weights_path)
-        self.update_checkpointer_config(
+        self._update(
             # What a manager wrote is dequantized already.
             {"model_save_format": save_format, "is_peft": is_peft, "dequantize_base_checkpoint": False},
             _infer_checkpoint_root(weights_path),
@@ -300,19 +320,30 @@ class AutomodelCheckpointManager:
         if stored:
             stored.require_fit(self.checkpointer, state, self.model_state_dict_keys)
         state.read(self.checkpointer, model_dir, optim_dir)
+        if stored:
+            stored.require_unchanged()
 
     def close(self) -> None:
         """Publish an asynchronous save that is not published yet; collective.
 
-        Every save and load does this first, and so does the end of the process.
+        Every save and load does this first, and so does the end of the process, unless an
+        exception ends it. Call it before `destroy_process_group`, so that ranks can still
+        tell each other what went wrong.
 
         Raises:
             SaveError: If writing failed; what stood there before is untouched.
         """
         save, self._unpublished = self._unpublished, None
         if save is not None:
-            atexit.unregister(self.close)
+            atexit.unregister(self._close_at_exit)
             save.publish()
+
+    def _close_at_exit(self) -> None:
+        if getattr(sys, "last_type", None) is not None:
+            # The other ranks may be anywhere; meeting them in a collective would hold this process up.
+            _log.warning("an asynchronous save is not published, because an exception ends the process")
+            return
+        self.close()
 
     def _require_checkpointer(self, purpose: str) -> None:
         if self.checkpointer is None:

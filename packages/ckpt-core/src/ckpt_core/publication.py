@@ -94,6 +94,16 @@ def clear_previous(places: Places) -> bool:
     return found
 
 
+def require_free_names(places: Places) -> None:
+    """Refuse to set a previous set aside under a name that is taken.
+
+    Raises:
+        TargetError: Something that was not written here has that name.
+    """
+    if os.path.lexists(places.old):
+        raise TargetError(f"{places.old}: is in the way and was not written here; move it elsewhere")
+
+
 def replace_target(places: Places) -> None:
     """Put the stage at the target and the set that stands there aside.
 
@@ -101,8 +111,7 @@ def replace_target(places: Places) -> None:
         TargetError: The name for the set aside is taken.
         OSError: A rename failed; stage and target are where they were.
     """
-    if os.path.lexists(places.old):
-        raise TargetError(f"{places.old}: is in the way and was not written here; move it elsewhere")
+    require_free_names(places)
     new = places.partial.stat()
     # Out of the stage's name first: after the exchange it is the previous set, which nobody may resume.
     places.partial.rename(places.swap)

@@ -26,6 +26,7 @@ from ckpt_core.publication import (
     recover_places,
     remove_tree,
     replace_target,
+    require_free_names,
     sync_directory,
     sync_tree,
 )
@@ -73,6 +74,17 @@ class Stage:
         """
         with translate_os_errors(self.path, "cannot be made durable"):
             sync_tree(self.path)
+
+    def check_publishable(self) -> None:
+        """Refuse what `publish` would, as far as it can be told without renaming anything.
+
+        Raises:
+            TargetError: The target may not be replaced, or something is in the way.
+        """
+        self._require_open()
+        with translate_os_errors(self.target, "cannot be published"):
+            _check_target(self.target, replace=self._replace)
+            require_free_names(self._places)
 
     def publish(self) -> None:
         """Make the stage durable and put it at the target, whole.

@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ckpt_core import automodel_compat as compat
 from ckpt_core.collective import Step, combine, on_rank_zero
 from ckpt_core.errors import KeyMismatchError, LayoutError, LoadError, Problem
-from ckpt_core.key_check import compare_optimizers, compare_requested, compare_states
-from ckpt_core.key_mapping import strip_wrapper_prefixes
+from ckpt_core.key_check import compare_groups, compare_optimizers, compare_requested, compare_states
 from ckpt_core.layout import CheckpointLayout
-from ckpt_core.model_state import StateDescription, describe_training, find_origin, merge_descriptions
-from ckpt_core.stored_state import StoredState, read_stored_state, require_equal_head, require_same_save
-from ckpt_core.training_state import TrainingState
+from ckpt_core.state_description import StateDescription, describe_training, find_origin, merge_descriptions
+from ckpt_core.stored_state import (
+    StoredState,
+    read_stored_state,
+    require_equal_head,
+    require_same_id,
+    require_same_save,
+)
+from ckpt_core.training_objects import TrainingObjects
 
 _SAVE_FORMATS = {
     CheckpointLayout.DCP: "torch_save",
@@ -57,6 +63,7 @@ class StoredCheckpoint:
             )
         if optimizer_directory is None:
             return cls(model, None)
+        compat.require_optimizer_path(str(optimizer_directory), is_peft=model.layout is CheckpointLayout.ADAPTER)
         optimizer = read_stored_state(optimizer_directory)
         require_same_save(model, optimizer)
         return cls(model, optimizer)
@@ -66,7 +73,7 @@ class StoredCheckpoint:
         """`(model_save_format, is_peft)` as the Checkpointer's configuration names it."""
         return _SAVE_FORMATS[self.model.layout], self.model.layout is CheckpointLayout.ADAPTER
 
-    def require_fit(self, checkpointer: Any, state: TrainingState, requested: Sequence[str] | None) -> None:  # noqa: ANN401
+    def require_fit(self, checkpointer: Any, state: TrainingObjects, requested: Sequence[str] | None) -> None:  # noqa: ANN401
         """Refuse what the live objects cannot take exactly; collective.
 
         Args:
@@ -83,28 +90,43 @@ class StoredCheckpoint:
             lambda parts: self._judge(parts, requested),
         )
 
-    def _judge(self, parts: Sequence[StateDescription], requested: Sequence[str] | None) -> None:
-        try:
-            self._judge_all(merge_descriptions(parts), requested)
-        except KeyMismatchError as error:
-            origin = find_origin(parts, [problem.where for problem in error.problems])
-            raise (error if origin is None else error.on_rank(origin)) from None
+    def require_unchanged(self) -> None:
+        """Refuse what was loaded if a save replaced it meanwhile; collective.
 
-    def _judge_all(self, live: StateDescription, requested: Sequence[str] | None) -> None:
-        stored = self.model.state
-        problems = min((compare_states(n.named, stored, live.rules) for n in live.namings), key=len)
-        _raise_if(problems, self.model.path, "the model")
-        if requested is not None:
-            differing = compare_requested(requested, live.native, stored.names, live.rules, strip_wrapper_prefixes)
-            _raise_if(differing, self.model.path, "model_state_dict_keys")
-        if self.optimizer is not None and live.optimizer is not None:
-            problems = compare_optimizers(live.optimizer.named, self.optimizer.state)
-            _raise_if(problems, self.optimizer.path, "the optimizer and scheduler")
+        Raises:
+            LoadError: On every rank.
+        """
+        step = Step(f"{self.model.path}: cannot be read again", LoadError)
+        on_rank_zero(step, self._require_same_ids)
+
+    def _require_same_ids(self) -> None:
+        for part in (self.model, self.optimizer):
+            if part is not None:
+                require_same_id(part)
+
+    def _judge(self, parts: Sequence[StateDescription], requested: Sequence[str] | None) -> None:
+        live = merge_descriptions(parts)
+        found = {label: problems for label, problems in self._compare(live, requested).items() if problems}
+        if found:
+            problems = [problem for listed in found.values() for problem in listed]
+            error = KeyMismatchError(
+                f"{self.model.path}: is not a checkpoint of {' and '.join(found)}; nothing was changed",
+                problems=problems,
+            )
+            origin = find_origin(parts, [problem.where for problem in problems])
+            raise error if origin is None else error.on_rank(origin)
         tied = live.rules.tied
-        if tied is not None and tied.embedding is not None and tied.head in stored.tensors:
+        if tied is not None and tied.embedding is not None and tied.head in self.model.state.tensors:
             require_equal_head(self.model.path, tied.head, tied.embedding)
 
-
-def _raise_if(problems: Sequence[Problem], path: Path, expected: str) -> None:
-    if problems:
-        raise KeyMismatchError(f"{path}: is not a checkpoint of {expected}; nothing was changed", problems=problems)
+    def _compare(self, live: StateDescription, requested: Sequence[str] | None) -> dict[str, list[Problem]]:
+        stored = self.model.state
+        compared = {"the model": min((compare_states(n.named, stored, live.rules) for n in live.namings), key=len)}
+        if requested is not None:
+            compared["model_state_dict_keys"] = compare_requested(requested, live.native, stored.names, live.rules)
+        if self.optimizer is not None and live.optimizer is not None:
+            compared["the optimizer and scheduler"] = [
+                *compare_optimizers(live.optimizer.named, self.optimizer.state),
+                *compare_groups(live.groups, self.optimizer.options),
+            ]
+        return compared

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, KeyMismatchError, LayoutError
-from ckpt_core.key_check import Entry, NamedState
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, KeyMismatchError, LayoutError, LoadError
+from ckpt_core.key_check import GROUPS_PREFIX, Entry, NamedState
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.record import read_record
 from ckpt_core.staging import recover
+from ckpt_core.stored_objects import read_objects
 from ckpt_core.stream import tensors_equal
 
 
@@ -23,22 +25,30 @@ class StoredState:
     state: NamedState
     save_id: str | None
     """The same in every directory of one save; None where another tool wrote it."""
+    options: Mapping[str, object]
+    """Values of an optimizer's `param_groups`, by stored name."""
 
 
 def read_stored_state(directory: Path) -> StoredState:
-    """Read names, shapes and dtypes of a checkpoint directory; no tensor bytes.
+    """Read names, shapes, dtypes and objects of a checkpoint directory; no tensor bytes.
 
     A replacement that was interrupted is finished or undone first.
 
     Raises:
         CheckpointNotFoundError: If the directory does not exist.
         CorruptCheckpointError: If it is not complete, with everything that is wrong.
+        UnsafePickleError: If loading an object would run code.
     """
     reader = _open_complete(directory)
+    for spec in reader.tensors.values():
+        for chunk in spec.chunks:
+            # A damaged header would otherwise be met when half of the model is loaded.
+            reader.locate(spec, chunk)
+    options = {name: value for name, value in read_objects(reader).items() if name.startswith(GROUPS_PREFIX)}
     record = read_record(directory)
     tensors = {fqn: Entry(spec.dtype, spec.shape) for fqn, spec in reader.tensors.items()}
     state = NamedState(tensors, frozenset(reader.objects))
-    return StoredState(directory, reader.layout, state, record.save_id if record else None)
+    return StoredState(directory, reader.layout, state, record.save_id if record else None, options)
 
 
 def require_same_save(model: StoredState, optimizer: StoredState) -> None:
@@ -52,6 +62,20 @@ def require_same_save(model: StoredState, optimizer: StoredState) -> None:
             f"{model.path} was written by save {model.save_id}, {optimizer.path} by save {optimizer.save_id}; "
             "expected one save; a save was interrupted, or only one part was saved again: load the model "
             "alone, or take another checkpoint"
+        )
+
+
+def require_same_id(stored: StoredState) -> None:
+    """Refuse a directory that was replaced since it was read.
+
+    Raises:
+        LoadError: If its record names another save now.
+    """
+    record = read_record(stored.path)
+    if (record.save_id if record else None) != stored.save_id:
+        raise LoadError(
+            f"{stored.path}: was replaced by another save while it was loaded, so what was loaded may be of both; "
+            "load it again"
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from ckpt_core import automodel_compat as compat
 from ckpt_core.collective import Step, agree, is_rank_zero
 from ckpt_core.errors import LoadError
+from ckpt_core.stored_objects import restrict_unpickling
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class WritePaths:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingState:
+class TrainingObjects:
     """The live objects of a save or load."""
 
     model: nn.Module
@@ -55,16 +56,18 @@ class TrainingState:
             LoadError: On every rank; the message says what may have been changed.
         """
         step = Step(f"{model_directory}: reading failed, the model may be partly changed", LoadError)
-        agree(step, lambda: checkpointer.load_model(model=self.model, model_path=str(model_directory)))
+        with restrict_unpickling():
+            agree(step, lambda: checkpointer.load_model(model=self.model, model_path=str(model_directory)))
         if self.optimizer is None or optimizer_directory is None:
             return
         step = Step(f"{optimizer_directory}: reading failed after the model's weights were replaced", LoadError)
-        agree(
-            step,
-            lambda: checkpointer.load_optimizer(
-                optimizer=self.optimizer,
-                model=self.model,
-                weights_path=str(optimizer_directory.parent),
-                scheduler=self.scheduler,
-            ),
-        )
+        with restrict_unpickling():
+            agree(
+                step,
+                lambda: checkpointer.load_optimizer(
+                    optimizer=self.optimizer,
+                    model=self.model,
+                    weights_path=str(optimizer_directory.parent),
+                    scheduler=self.scheduler,
+                ),
+            )
