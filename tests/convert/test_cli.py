@@ -12,6 +12,7 @@ import pytest
 import torch
 from ckpt_convert import __version__
 from ckpt_convert.cli import main
+from safetensors.torch import save_file
 from testbed.sharded import save_dcp
 from testbed.tensors import describe, make_tensor, read_safetensors
 
@@ -140,7 +141,7 @@ def test_an_interrupt_is_exit_code_130_and_leaves_nothing(
 
     monkeypatch.setattr(os, "copy_file_range", interrupt)
     assert main([str(source), str(tmp_path / "out")]) == 130
-    assert "interrupted; nothing was published" in capsys.readouterr().err
+    assert "is complete or as it was before" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
 
 
@@ -201,3 +202,22 @@ def test_a_terminal_sees_progress_and_a_pipe_does_not(source: Path, tmp_path: Pa
     os.close(terminal)
     os.close(master)
     assert not run_command(source, tmp_path / "again").stderr
+
+
+@pytest.mark.parametrize(("redirection", "said"), [(">/dev/full", "is published"), ("2>&-", "")])
+def test_a_result_that_cannot_be_reported_is_still_a_result(tmp_path: Path, redirection: str, said: str) -> None:
+    save_file({"a": torch.arange(6)}, tmp_path / "source.safetensors")
+    command = f'"$0" -m ckpt_convert "$1/source.safetensors" "$1/out" {redirection}'
+    ended = subprocess.run(  # noqa: S603
+        ["/bin/sh", "-c", command, sys.executable, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, (tmp_path / "out" / "model.safetensors").exists()) == (0, True)
+    assert said in ended.stderr
+
+
+def test_a_quiet_run_still_names_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_dcp(tmp_path / "d", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}}, ranks=1)
+    assert main([str(tmp_path / "d"), str(tmp_path / "out"), "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "ema.w" in printed.err

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckpt_core.terminal import EXIT_DONE, PrintVersion, escape_controls, run_command
+from ckpt_core.terminal import EXIT_DONE, PrintVersion, drop_output, escape_controls, run_command
 
 if TYPE_CHECKING:
     from ckpt_convert.plan import ConversionPlan
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ckpt-convert",
         lambda: _run(options),
         as_json=options.json,
-        interrupted=f"interrupted; nothing was published at {options.dst}",
+        interrupted=f"interrupted; {options.dst} is complete or as it was before",
     )
 
 
@@ -49,7 +49,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads that copy (default: 2)")
     parser.add_argument("--json", action="store_true", help="print the plan or report as JSON")
     loudness = parser.add_mutually_exclusive_group()
-    loudness.add_argument("-q", "--quiet", action="store_true", help="no progress, and warnings only")
+    loudness.add_argument("-q", "--quiet", action="store_true", help="say only what was doubtful, renamed or left out")
     loudness.add_argument("-v", "--verbose", action="store_true", help="print the plan first, and every name")
     parser.add_argument(
         "--version", action=PrintVersion, nargs=0, const="ckpt-convert", help="print the version and exit"
@@ -84,7 +84,16 @@ def _run(options: argparse.Namespace) -> int:
     verify = not options.no_verify
     with _show_progress(plan.nbytes * (1 + verify), quiet=options.quiet) as progress:
         report = execute_plan(plan, verify=verify, threads=options.threads, progress=progress)
-    _print_result(report, plan, options)
+    try:
+        _print_result(report, plan, options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # The job is done all the same, and a script must learn that from the exit code.
+        drop_output()
+        text = f"ckpt-convert: {plan.target} is published, but the report cannot be printed ({error.strerror})"
+        print(escape_controls(text), file=sys.stderr)
     return EXIT_DONE
 
 
@@ -92,7 +101,7 @@ def _print_result(result: ConversionPlan | ConversionReport, plan: ConversionPla
     if options.json:
         print(json.dumps(result.to_json(), indent=2))
     elif options.quiet:
-        for text in plan.warnings:
+        for text in [*plan.warnings, *plan.names.describe()]:
             print(f"ckpt-convert: warning: {escape_controls(text)}", file=sys.stderr)
     else:
         print(result)
@@ -102,7 +111,7 @@ def _print_result(result: ConversionPlan | ConversionReport, plan: ConversionPla
 
 @contextmanager
 def _show_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
-    if quiet or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield bool
         return
     from tqdm import tqdm  # noqa: PLC0415

@@ -125,7 +125,7 @@ def run_command(
             sys.stdout.flush()
     except OSError as error:
         # Only printing fails here; what is still buffered would fail again when the process ends.
-        _drop_output()
+        drop_output()
         if isinstance(error, BrokenPipeError):
             return EXIT_CLOSED
         print(f"{prog}: {render_error(error)}", file=sys.stderr)
@@ -162,7 +162,8 @@ def _spell_out_what_cannot_be_printed() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
+    """Send what is still buffered for stdout nowhere, after printing has failed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
