@@ -17,8 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from ckpt_core.checkpoint_files import find_name_fault
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem, translate_os_errors
+from ckpt_core.checkpoint_files import find_name_fault, read_whole
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    LayoutError,
+    Problem,
+    translate_os_errors,
+)
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.publication import raise_walk_error
 from ckpt_core.spec import DTYPE_BITS
@@ -103,11 +110,9 @@ def read_record(directory: Path) -> CheckpointRecord | None:
     """
     path = directory / RECORD_NAME
     try:
-        raw = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        raw = read_whole(path)
+    except CheckpointNotFoundError:
         return None
-    except OSError as error:
-        raise CorruptCheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     try:
         content = json.loads(raw, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)
         _check_version(path, content)
