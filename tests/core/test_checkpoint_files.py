@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.record import read_record
 from ckpt_core.safetensors_header import read_header, read_index
 
-READERS = {
+READERS: dict[str, Callable[[Path], object]] = {
     "ckpt_record.json": lambda path: read_record(path.parent),
     "adapter_config.json": lambda path: read_adapter_config(path.parent),
     ".metadata": lambda path: DcpReader(path.parent),
