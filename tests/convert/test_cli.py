@@ -86,7 +86,7 @@ def test_verbose_prints_the_plan_first(source: Path, tmp_path: Path, capsys: pyt
         (["dcp", "full"], "full: expected a new or empty directory, found file"),
         (["dcp", "full", "--overwrite"], "found file, which ckpt_record.json does not list"),
         (["dcp", "out", "--max-shard-size", "big"], "size 'big': expected a positive number"),
-        (["dcp", "out", "--threads", "0"], "threads 0: expected at least 1"),
+        (["dcp", "out", "--threads", "0"], "threads 0: expected a number from 1 to 1,024"),
         (["dcp", "out", "--assets", "nowhere"], "nowhere: expected a directory with config.json"),
     ],
 )

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from ckpt_convert.target_check import check_target, check_tensors
 from ckpt_core.errors import ConfigError, TargetError
+from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, measure_files, write_record
 from ckpt_core.spec import DTYPE_BITS, TensorSpec
+from testbed.file_sets import give_up_root
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def ours(tmp_path: Path) -> Path:
     (target / "code").mkdir(parents=True)
     (target / "model.safetensors").write_bytes(b"12")
     (target / "code/own.py").write_bytes(b"")
-    write_record(target, CheckpointRecord("0", measure_files(target), {}))
+    write_record(target, CheckpointRecord("0", measure_files(target), {}, CheckpointLayout.DCP))
     return target
 
 
@@ -98,6 +100,24 @@ def test_overwrite_spares_a_directory_without_a_record(source: Path, tmp_path: P
     (tmp_path / "full/model.safetensors").write_bytes(b"")
     with pytest.raises(TargetError, match=r"found model\.safetensors, which"):
         check_target(tmp_path / "full", (source,), overwrite=True)
+
+
+@pytest.mark.parametrize(("layout", "save_id"), [(None, "1f"), (None, None), (CheckpointLayout.DCP, "1f")])
+def test_overwrite_spares_what_a_training_run_saved(
+    source: Path, ours: Path, layout: CheckpointLayout | None, save_id: str | None
+) -> None:
+    (ours / "ckpt_record.json").unlink()
+    write_record(ours, CheckpointRecord("0", measure_files(ours), {}, layout, save_id))
+    with pytest.raises(TargetError, match="found a checkpoint that a training run saved"):
+        check_target(ours, (source,), overwrite=True)
+
+
+def test_overwrite_spares_what_cannot_be_listed(source: Path) -> None:
+    with give_up_root() as directory:
+        write_record(directory, CheckpointRecord("0", {}, {}, CheckpointLayout.DCP))
+        (directory / "closed").mkdir(mode=0o300)
+        with pytest.raises(TargetError, match=r"cannot be listed, .*Permission denied"):
+            check_target(directory, (source,), overwrite=True)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))

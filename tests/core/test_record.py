@@ -233,7 +233,7 @@ def test_any_flipped_bit_gives_a_record_or_one_of_our_errors(tmp_path: Path) -> 
 
 def test_a_directory_in_the_place_of_the_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / RECORD_NAME).mkdir()
-    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+    with pytest.raises(CorruptCheckpointError, match="expected a regular file, found a directory"):
         read_record(tmp_path)
 
 

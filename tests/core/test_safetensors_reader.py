@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -256,3 +257,87 @@ def test_a_malformed_configuration_is_one_error_that_names_the_field(
     with pytest.raises(CorruptCheckpointError, match=named):
         read_adapter_config(path)
     assert [p.where for p in AdapterReader(path).check()] == ["adapter_config.json"]
+
+
+@pytest.mark.parametrize("offsets", [[1, 0], [0, 3], None, "0"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_chunk_of_a_tensor_is_never_read_as_the_whole(tmp_path: Path, offsets: object, index: bool) -> None:
+    path = write_set(tmp_path / "m", index=index)
+    sharding = json.dumps({"b": {"saved_offsets": offsets}})
+    save_file(SECOND, path / PARTS[1], {"DCP_SHARDING_INFO": sharding})
+    assert ("hole", "b") in kinds(path)
+
+
+def test_a_whole_tensor_may_be_declared_as_a_chunk_at_zero(tmp_path: Path) -> None:
+    path = write_set(tmp_path / "m")
+    save_file(SECOND, path / PARTS[1], {"DCP_SHARDING_INFO": json.dumps({"b": {"saved_offsets": [0]}})})
+    assert kinds(path) == []
+
+
+def test_a_declaration_of_chunks_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    path = write_set(tmp_path / "m")
+    save_file(SECOND, path / PARTS[1], {"DCP_SHARDING_INFO": "["})
+    assert kinds(path) == [("bad_header", PARTS[1])]
+
+
+def put_link(path: Path) -> None:
+    path.symlink_to("/nowhere/blob")
+
+
+@pytest.mark.parametrize("put", [put_link, Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+@pytest.mark.parametrize("metadata", [{}, {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0, 0]}}'}])
+def test_an_entry_that_is_no_file_is_a_missing_file(
+    tmp_path: Path, put: Callable[[Path], object], metadata: dict[str, str]
+) -> None:
+    save_file({"a": FIRST["a"]}, tmp_path / "model-a.safetensors", metadata)
+    put(tmp_path / "model-b.safetensors")
+    problems = open_checkpoint(tmp_path).check()
+    assert ("missing_file", "model-b.safetensors") in [(problem.kind, problem.where) for problem in problems]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("put", [put_link, Path.mkdir, os.mkfifo])
+def test_a_checkpoint_of_nothing_but_entries_that_are_no_files_is_refused(
+    tmp_path: Path, put: Callable[[Path], object], name: str
+) -> None:
+    put(tmp_path / name)
+    with pytest.raises((CheckpointNotFoundError, CorruptCheckpointError), match="found a"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_beside_a_single_file_that_loaders_prefer_is_ambiguous(tmp_path: Path) -> None:
+    path = write_set(tmp_path / "m")
+    save_file(FIRST, path / "model.safetensors")
+    assert kinds(path) == [("unexpected_tensor", "model.safetensors")]
+
+
+def test_an_index_of_nothing_is_a_problem(tmp_path: Path) -> None:
+    path = write_set(tmp_path / "m")
+    write_index(path, {})
+    assert ("bad_header", "model.safetensors.index.json") in kinds(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model-00001-of-00001", "model-00001-of-00002", "model-00002-of-00002"], "model-00001-of-00001"),
+        (["model-00001-of-00001", "other-00001-of-00001"], "model-00001-of-00001"),
+        (["model-00001-of-00002", "model-00002-of-00002", "model-00003-of-00002"], "model-00003-of-00002"),
+        (["model-00000-of-00001", "model-00001-of-00001"], "model-00000-of-00001"),
+    ],
+)
+def test_names_of_more_than_one_set_are_a_problem(tmp_path: Path, names: list[str], expected: str) -> None:
+    for number, name in enumerate(names):
+        save_file({f"t{number}": torch.full((2,), number)}, tmp_path / f"{name}.safetensors")
+    assert ("unexpected_tensor", f"{expected}.safetensors") in kinds(tmp_path)
+
+
+@pytest.mark.parametrize(("first", "second"), [("1-of-2", "2-of-2"), ("000001-of-000002", "000002-of-000002")])
+def test_parts_are_counted_however_many_digits_they_have(tmp_path: Path, first: str, second: str) -> None:
+    save_file(FIRST, tmp_path / f"model-{first}.safetensors")
+    assert kinds(tmp_path) == [("missing_file", f"model-{second}.safetensors")]
+
+
+def test_a_name_that_counts_a_billion_parts_is_reported_soon(tmp_path: Path) -> None:
+    save_file(FIRST, tmp_path / "model-1-of-999999999.safetensors")
+    assert len(kinds(tmp_path)) == 100

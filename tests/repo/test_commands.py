@@ -100,8 +100,11 @@ def test_a_full_disk_behind_stdout_is_one_message(name: str, source: Path) -> No
     module, arguments = COMMANDS[name]
     with Path("/dev/full").open("w") as full:
         done = run_command(module, *arguments(source, source.parent), stdout=full.fileno())
-    assert done.returncode == 2
-    assert done.stderr == f"{name}: No space left on device\n"
+    # What ckpt-convert is asked for is the directory, and that is there.
+    assert done.returncode == (0 if name == "ckpt-convert" else 2)
+    assert done.stderr.startswith(f"{name}: ")
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
 
 
 def test_the_version_is_that_of_the_command(name: str) -> None:

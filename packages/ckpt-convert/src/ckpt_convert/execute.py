@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from ckpt_core.errors import CheckpointError, ConfigError, translate_os_errors
+from ckpt_core.errors import CheckpointError, translate_os_errors
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, TensorRecord, measure_files, write_record
 from ckpt_core.safetensors_header import INDEX_NAME
 from ckpt_core.staging import Stage, require_free_space, stage_directory
 
 from ckpt_convert.copy_tensors import write_files
-from ckpt_convert.parallel import Meter, Workers
+from ckpt_convert.parallel import Meter, Workers, count_threads
 from ckpt_convert.plan import DEFAULT_SHARD_SIZE, ConversionPlan, plan_conversion
 from ckpt_convert.report import ConversionReport
 from ckpt_convert.target_check import check_target
@@ -63,21 +63,20 @@ def execute_plan(
     Args:
         plan: From `plan_conversion`.
         verify: Read everything back and compare it with the source before publishing.
-        threads: How many threads copy, and later compare.
+        threads: How many threads copy, and later compare; more than 64 are not started.
         progress: Called with bytes as they are copied, and again as they are compared.
 
     Raises:
-        ConfigError: `threads` is not positive.
+        ConfigError: `threads` is no number of threads.
         SpaceError: The file system cannot hold the result.
         TargetError: The target is taken or cannot be written, or another writer is at work on it.
         CorruptCheckpointError: The source contradicts its metadata or ends early.
         VerificationError: What was written differs from the source; nothing was published.
         SaveError: The storage reports an error.
     """
-    if threads < 1:
-        raise ConfigError(f"threads {threads}: expected at least 1")
-    require_free_space(plan.target, plan.disk_needed)
-    workers = Workers(threads, min(_BLOCK, _BUFFERS // (2 * threads)), Meter(progress))
+    require_runnable(plan, threads=threads)
+    count = count_threads(threads)
+    workers = Workers(count, min(_BLOCK, _BUFFERS // (2 * count)), Meter(progress))
     failure = f"nothing was published, as the conversion of {plan.source} failed"
     with translate_os_errors(plan.target, failure), stage_directory(plan.target, replace=plan.replaces) as stage:
         write_files(plan.files, plan.reader, stage.path, workers)
@@ -92,6 +91,17 @@ def execute_plan(
         check_target(plan.target, (plan.source,), overwrite=plan.overwrite)
         stage.publish()
     return ConversionReport(plan, files, digests, verified=verify)
+
+
+def require_runnable(plan: ConversionPlan, *, threads: int = 2) -> None:
+    """Refuse what `execute_plan` would refuse before it writes.
+
+    Raises:
+        ConfigError: `threads` is no number of threads.
+        SpaceError: The file system cannot hold the result.
+    """
+    count_threads(threads)
+    require_free_space(plan.target, plan.disk_needed)
 
 
 def _write_small_files(plan: ConversionPlan, directory: Path) -> None:
@@ -128,7 +138,12 @@ def _syncing(stage: Stage) -> Iterator[None]:
             errors.append(error)
 
     worker = threading.Thread(target=sync, name="ckpt-convert-sync")
-    worker.start()
+    try:
+        worker.start()
+    except RuntimeError:
+        # No thread to be had; publishing syncs what is not durable by then.
+        yield
+        return
     try:
         yield
     finally:

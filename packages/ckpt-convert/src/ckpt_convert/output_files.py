@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.safetensors_header import MAX_HEADER_BYTES, build_header
+from ckpt_core.safetensors_header import MAX_HEADER_BYTES, SINGLE_NAME, build_header
 from ckpt_core.spec import DTYPE_BITS, TensorSpec
 
-SINGLE_NAME = "model.safetensors"
 _LENGTH_BYTES = 8
 """Before the JSON of a header, which is what readers limit."""
 # Several consumers read `metadata["format"]` without asking whether it is there.

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TypeVar
 
+from ckpt_core.errors import ConfigError, describe_value
+
+MOST_THREADS = 64
+"""No more than these run at a time: storage answers no faster, and each holds two buffers."""
+_ABSURD_THREADS = 1024
+
 Item = TypeVar("Item")
+
+
+def count_threads(threads: object) -> int:
+    """Return how many threads run at most when `threads` are asked for.
+
+    Raises:
+        ConfigError: That is no number of threads.
+    """
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= _ABSURD_THREADS:
+        raise ConfigError(f"threads {describe_value(threads)}: expected a number from 1 to {_ABSURD_THREADS:,}")
+    return min(threads, MOST_THREADS)
 
 
 class StoppedError(Exception):
@@ -52,7 +70,8 @@ class Workers:
     def run(self, items: Iterable[Item], work: Callable[[Item], None]) -> None:
         """Call `work` on every item, in order; the first error stops all and is raised.
 
-        Items are drawn one by one, so they may be made lazily. An interrupt of the calling
+        Items are drawn one by one, so they may be made lazily. Where the system starts fewer
+        threads than asked for, those that started do the work. An interrupt of the calling
         thread stops the workers before it is raised again.
         """
         _Run(items, work, self.meter).finish(self.threads)
@@ -62,28 +81,46 @@ class _Run:
     """One call of `Workers.run`."""
 
     def __init__(self, items: Iterable[Item], work: Callable[[Item], None], meter: Meter) -> None:
-        self._queue = iter(items)
+        self._queue: Iterator[object] = iter(items)
         self._drawing = threading.Lock()
         self._work: Callable[..., None] = work
         self._meter = meter
         self._errors: list[BaseException] = []
 
     def finish(self, threads: int) -> None:
-        ended = [threading.Event() for _ in range(threads)]
-        workers = [threading.Thread(target=self._drain, args=(event,)) for event in ended]
+        waiting = list(islice(self._queue, threads))
+        self._queue = chain(waiting, self._queue)
+        workers: list[tuple[threading.Thread, threading.Event]] = []
         try:
-            _start(workers)
+            self._start(workers, len(waiting))
+            if not workers:
+                self._drain(threading.Event())
             # Not join: in Python 3.11 a join that was interrupted takes the thread for dead.
-            _wait(ended)
+            _wait(workers)
         except BaseException:
             self._meter.stop()
-            _wait(ended)
+            _wait(workers)
             raise
         finally:
-            for worker in workers:
+            for worker, _ in workers:
                 worker.join()
         if self._errors:
             raise self._errors[0]
+
+    def _start(self, workers: list[tuple[threading.Thread, threading.Event]], count: int) -> None:
+        """Append up to `count` running threads, fewer where the system has no room for them."""
+        # An interrupt between two starts would leave a thread that nobody stops; it is held back meanwhile.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            while len(workers) < count:
+                ended = threading.Event()
+                worker = threading.Thread(target=self._drain, args=(ended,))
+                worker.start()
+                workers.append((worker, ended))
+        except RuntimeError:
+            pass  # "can't start new thread": a limit on processes or memory
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def _drain(self, ended: threading.Event) -> None:
         try:
@@ -104,16 +141,6 @@ class _Run:
             return next(self._queue, None)
 
 
-def _start(workers: list[threading.Thread]) -> None:
-    # An interrupt between two starts would leave a thread that nobody stops; it is held back meanwhile.
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        for worker in workers:
-            worker.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _wait(events: list[threading.Event]) -> None:
-    for event in events:
-        event.wait()
+def _wait(workers: list[tuple[threading.Thread, threading.Event]]) -> None:
+    for _, ended in workers:
+        ended.wait()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_core.checkpoint_files import iter_files
-from ckpt_core.errors import ConfigError, Problem, TargetError
+from ckpt_core.errors import ConfigError, Problem, TargetError, translate_os_errors
 from ckpt_core.record import RECORD_NAME, read_record
 from ckpt_core.safetensors_header import build_header
 from ckpt_core.spec import TensorSpec
@@ -24,14 +24,14 @@ def check_target(target: Path, sources: tuple[Path, ...], *, overwrite: bool) ->
     Args:
         target: Directory to write.
         sources: The path that was named as the source, and the directory where its layout was found.
-        overwrite: Whether a directory that this project wrote may be replaced.
+        overwrite: Whether the result of an earlier conversion may be replaced.
 
     Returns:
         Whether something stands at the target and will be replaced.
 
     Raises:
         TargetError: The target is a file, holds files that no record lists, or it and the
-            source lie in one another.
+            source lie in one another. With `overwrite`: it is no result of a conversion.
     """
     for source in sources:
         _check_apart(target, source)
@@ -39,19 +39,31 @@ def check_target(target: Path, sources: tuple[Path, ...], *, overwrite: bool) ->
         return False
     if not target.is_dir():
         raise TargetError(f"{target}: expected a new or empty directory, found a file; choose another target")
-    found = sorted(path.relative_to(target).as_posix() for path in iter_files(target))
+    found = _list_files(target)
     if found and not overwrite:
         raise TargetError(
             f"{target}: expected a new or empty directory, found {_join(found)}; choose another target, or "
             "--overwrite a result of an earlier conversion"
         )
-    foreign = sorted(set(found) - _list_recorded(target)) if found else []
+    if found:
+        _check_replaceable(target, found)
+    return True
+
+
+def _check_replaceable(target: Path, found: list[str]) -> None:
+    """Refuse to replace what was not converted here: above all the checkpoint of a training run."""
+    record = read_record(target)
+    if record is not None and (record.source_layout is None or record.save_id is not None):
+        raise TargetError(
+            f"{target}: --overwrite replaces only the result of a conversion, found a checkpoint that a training run "
+            "saved; choose another target"
+        )
+    foreign = sorted(set(found) - ({RECORD_NAME, *record.files} if record else set()))
     if foreign:
         raise TargetError(
             f"{target}: --overwrite replaces only what this program wrote, found {_join(foreign)}, which "
             f"{RECORD_NAME} does not list; move them or choose another target"
         )
-    return True
 
 
 def check_tensors(tensors: Mapping[str, TensorSpec]) -> None:
@@ -88,9 +100,10 @@ def _check_apart(target: Path, source: Path) -> None:
         raise TargetError(f"{target}: holds the source {source}; choose another target")
 
 
-def _list_recorded(target: Path) -> set[str]:
-    record = read_record(target)
-    return {RECORD_NAME, *record.files} if record else set()
+def _list_files(target: Path) -> list[str]:
+    """List everything below a directory that is no directory itself; what cannot be listed may be anything."""
+    with translate_os_errors(target, "cannot be listed, and what is not known is not replaced"):
+        return sorted(path.relative_to(target).as_posix() for path in iter_files(target))
 
 
 def _join(names: list[str]) -> str:

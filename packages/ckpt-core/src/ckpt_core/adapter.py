@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_core.checkpoint_files import find_size, read_range
+from ckpt_core.checkpoint_files import read_whole
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem
 from ckpt_core.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CheckpointLayout
 from ckpt_core.safetensors_reader import SafetensorsReader
 from ckpt_core.strict_json import parse_strict_json
-
-_CONFIG_LIMIT = 1 << 24  # a configuration takes about 1 KB
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         CorruptCheckpointError: It is no JSON object, or a field has the wrong type.
     """
     path = directory / ADAPTER_CONFIG
-    size = find_size(path)
-    if size is None:
-        raise CheckpointNotFoundError(f"{path}: expected the configuration of an adapter, found none")
-    return _ConfigParser(path, _load_config(path, size)).parse()
+    return _ConfigParser(path, _load_config(path)).parse()
 
 
 class AdapterReader(SafetensorsReader):
@@ -69,9 +64,9 @@ class AdapterReader(SafetensorsReader):
         return [ADAPTER_WEIGHTS]
 
 
-def _load_config(path: Path, size: int) -> Mapping[str, object]:
+def _load_config(path: Path) -> Mapping[str, object]:
     try:
-        content = parse_strict_json(read_range(path, 0, min(size, _CONFIG_LIMIT)).decode())
+        content = parse_strict_json(read_whole(path).decode())
     except ValueError as err:
         raise CorruptCheckpointError(f"{path}: expected JSON, found: {err}") from err
     if not isinstance(content, dict):

@@ -1,13 +1,29 @@
-"""Files of a checkpoint: which there are, which names are safe, how large they are, exact reads."""
+"""Files of a checkpoint: which there are, which names are safe, how large they are, exact reads.
+
+Only regular files are opened: a FIFO would block the reader for ever, and a device may act
+when it is opened.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
+
+DESCRIPTION_LIMIT = 256 * 2**20
+"""Bytes of a JSON file beside the weights: records and indexes of the largest models take a tenth of it."""
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 def find_name_fault(name: object) -> str | None:
@@ -49,17 +65,61 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
 
     Raises:
         CheckpointNotFoundError: No such file.
-        CorruptCheckpointError: The file cannot be read, or ends earlier.
+        CorruptCheckpointError: The file cannot be read, is no regular file, or ends earlier.
     """
     try:
-        with path.open("rb", buffering=0) as file:
-            return _read_fully(file.fileno(), path, offset, length)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _refuse_kind(path)
+        # Without O_NONBLOCK, a FIFO that came there since would block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _read_fully(descriptor, path, offset, length)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError as err:
         msg = f"{path}: expected a file of the checkpoint, found none; copy the checkpoint again"
         raise CheckpointNotFoundError(msg) from err
     except OSError as err:
         msg = f"{path}: cannot be read: {err.strerror}"
         raise CorruptCheckpointError(msg) from err
+
+
+def read_whole(path: Path, limit: int = DESCRIPTION_LIMIT) -> bytes:
+    """Read a file that describes a checkpoint, all of it.
+
+    Args:
+        path: The file.
+        limit: Bytes that it may have; more are no description but damage, and would fill the memory.
+
+    Raises:
+        CheckpointNotFoundError: No such file.
+        CorruptCheckpointError: It is no regular file, cannot be read, or is larger than `limit`.
+    """
+    size = find_size(path)
+    if size is None and describe_entry(path) == "none":
+        raise CheckpointNotFoundError(f"{path}: expected a file of the checkpoint, found none")
+    if size is None:
+        raise _refuse_kind(path)
+    if size > limit:
+        raise CorruptCheckpointError(
+            f"{path}: expected at most {limit:,} bytes, found {size:,}; it is not what a writer leaves there"
+        )
+    return read_range(path, 0, size)
+
+
+def describe_entry(path: Path) -> str:
+    """Say what is at `path`, for a message about a file that is missing there: "none", "a directory"."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "a link that leads nowhere" if path.is_symlink() else "none"
+    except OSError as err:
+        return f"what cannot be looked at ({err.strerror})"
+    return next((name for test, name in _KINDS if test(mode)), "a file")
+
+
+def _refuse_kind(path: Path) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{path}: expected a regular file, found {describe_entry(path)}")
 
 
 def _read_fully(descriptor: int, path: Path, offset: int, length: int) -> bytes:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from ckpt_core.checkpoint_files import find_size, read_range
+from ckpt_core.checkpoint_files import describe_entry, find_size, read_range, read_whole
 from ckpt_core.completeness import compare_with_record
 from ckpt_core.coverage import check_tiling
 from ckpt_core.dcp_metadata import DcpMetadata, parse_dcp_metadata
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Problem
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError, Problem
 from ckpt_core.layout import DCP_METADATA, CheckpointLayout
 from ckpt_core.record import read_record
 from ckpt_core.safetensors_header import SafetensorsHeader, read_header
@@ -21,6 +21,7 @@ from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, 
 from ckpt_core.torch_archive import ARCHIVE_MAGIC, ArchivedTensor, ArchiveFinder
 
 DATA_SUFFIX = ".distcp"
+_METADATA_LIMIT = 2**30  # a chunk takes about 300 bytes; three million chunks are more than anybody has
 
 
 class DcpReader:
@@ -128,7 +129,8 @@ class DcpReader:
     def _check_file(self, file: str, ranges: list[tuple[StoredRange, str]]) -> Iterator[Problem]:
         size = find_size(self.path / file)
         if size is None:
-            yield Problem("missing_file", file, f"{len(ranges)} items are stored in it, {ranges[0][1]!r} among them")
+            found = f"{len(ranges)} items are stored in it, {ranges[0][1]!r} among them; found"
+            yield Problem("missing_file", file, f"{found} {describe_entry(self.path / file)}")
             return
         end = max(stored.offset + stored.length for stored, _ in ranges)
         if size < end:
@@ -146,16 +148,12 @@ class DcpReader:
     def _find_strays(self) -> Iterator[Problem]:
         for path in sorted(self.path.iterdir()):
             # A rank that has nothing to save leaves an empty file, which no item refers to.
-            if path.suffix == DATA_SUFFIX and path.name not in self._ranges_by_file and find_size(path):
+            if path.suffix == DATA_SUFFIX and path.name not in self._ranges_by_file and find_size(path) != 0:
                 yield Problem("stray_file", path.name, "the metadata does not refer to it; left by an earlier save")
 
 
 def _load_metadata(path: Path) -> DcpMetadata:
-    size = find_size(path)
-    if size is None:
-        msg = f"{path}: expected the metadata of a DCP, found no such file"
-        raise CheckpointNotFoundError(msg)
-    return parse_dcp_metadata(read_range(path, 0, size), str(path))
+    return parse_dcp_metadata(read_whole(path, _METADATA_LIMIT), str(path))
 
 
 def _read_blob_header(path: Path, offset: int) -> SafetensorsHeader | None:

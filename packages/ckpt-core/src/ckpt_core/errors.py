@@ -41,6 +41,8 @@ a checkpoint unusable.
 
 _WARNINGS: frozenset[ProblemKind] = frozenset({"stray_file", "unproven"})
 _SHOWN = 20
+_LONGEST = 80
+_LARGEST = 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,24 @@ class CheckpointError(Exception):
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[object, ...]]:
         return _rebuild, (type(self), self.message, self.problems, self.rank)
+
+
+def describe_value(value: object) -> str:
+    """Spell a value that came from outside for a message, in bounded time and length.
+
+    `repr` is neither: tuples that hold one tuple twice double with every level, and deep ones
+    end in a RecursionError.
+
+    >>> describe_value("a" * 1000)[:8], describe_value(3), describe_value(((), ()))
+    ("'aaaaaaa", '3', 'a tuple')
+    """
+    if isinstance(value, str):
+        return repr(value[:_LONGEST]) + "..." * (len(value) > _LONGEST)
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"a number of {value.bit_length():,} bits"
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def _list_by_kind(problems: tuple[Problem, ...]) -> list[str]:

@@ -16,8 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_core.checkpoint_files import find_name_fault, iter_files
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem, translate_os_errors
+from ckpt_core.checkpoint_files import find_name_fault, iter_files, read_whole
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    LayoutError,
+    Problem,
+    translate_os_errors,
+)
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.spec import DTYPE_BITS, is_count
 from ckpt_core.strict_json import parse_strict_json
@@ -100,11 +107,9 @@ def read_record(directory: Path) -> CheckpointRecord | None:
     """
     path = directory / RECORD_NAME
     try:
-        raw = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        raw = read_whole(path)
+    except CheckpointNotFoundError:
         return None
-    except OSError as error:
-        raise CorruptCheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     try:
         content = parse_strict_json(raw.decode(), any_keys=True)
         _check_version(path, content)

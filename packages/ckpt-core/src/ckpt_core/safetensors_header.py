@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ckpt_core.checkpoint_files import find_name_fault, find_size, read_range
+from ckpt_core.checkpoint_files import describe_entry, find_name_fault, find_size, read_range, read_whole
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem, ProblemKind
 from ckpt_core.spec import DTYPE_BITS, is_count
 from ckpt_core.strict_json import parse_strict_json
@@ -27,6 +27,9 @@ MAX_HEADER_BYTES = 100_000_000
 
 INDEX_NAME = "model.safetensors.index.json"
 """File that says which file of a set holds which tensor."""
+
+SINGLE_NAME = "model.safetensors"
+"""The file of a model that takes only one; loaders open it without asking an index."""
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Metadata key of the JSON that places a rank's chunks; only sharded files have it."""
@@ -82,7 +85,7 @@ def read_header(path: Path, *, start: int = 0, end: int | None = None) -> Safete
     """
     size = find_size(path)
     if size is None:
-        msg = f"{path}: expected a safetensors file, found none"
+        msg = f"{path}: expected a safetensors file, found {describe_entry(path)}"
         raise CheckpointNotFoundError(msg)
     end = size if end is None else end
     raw = _read_json(path, start, end)
@@ -112,13 +115,9 @@ def read_index(path: Path) -> SafetensorsIndex:
 
     Raises:
         CheckpointNotFoundError: No such file.
-        CorruptCheckpointError: It is no JSON index, or names a file outside its directory.
+        CorruptCheckpointError: It is no JSON index, no regular file, or names a file outside its directory.
     """
-    size = find_size(path)
-    if size is None:
-        msg = f"{path}: expected an index of safetensors files, found none"
-        raise CheckpointNotFoundError(msg)
-    content = _load_object(path, read_range(path, 0, min(size, MAX_HEADER_BYTES)))
+    content = _load_object(path, read_whole(path))
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise _refuse(path, f"expected a weight_map of names, found {type(weight_map).__name__}")
@@ -126,6 +125,15 @@ def read_index(path: Path) -> SafetensorsIndex:
         if fault := find_name_fault(file):
             raise _refuse(path, f"expected {name!r} in a file beside the index, found {file!r:.80}: {fault}")
     return SafetensorsIndex(MappingProxyType(weight_map))
+
+
+def read_sharding(header: SafetensorsHeader) -> Mapping[str, object] | None:
+    """Return what a header says about chunks, by tensor; None if it says nothing that can be read."""
+    try:
+        content = parse_strict_json(header.metadata.get(SHARDING_KEY) or "null")
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _read_json(path: Path, start: int, end: int) -> bytes:

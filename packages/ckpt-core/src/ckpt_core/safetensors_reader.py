@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from ckpt_core.checkpoint_files import find_size
+from ckpt_core.checkpoint_files import describe_entry, find_size
 from ckpt_core.completeness import compare_with_record
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, Problem
 from ckpt_core.layout import CheckpointLayout, is_safetensors_weights
 from ckpt_core.record import read_record
-from ckpt_core.safetensors_header import INDEX_NAME, HeaderEntry, SafetensorsHeader, read_header, read_index
+from ckpt_core.safetensors_header import (
+    INDEX_NAME,
+    SHARDING_KEY,
+    SINGLE_NAME,
+    HeaderEntry,
+    SafetensorsHeader,
+    read_header,
+    read_index,
+    read_sharding,
+)
 from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, TensorSpec
 
 SUFFIX = ".safetensors"
-_PART_NAME = re.compile(r"(?P<stem>.*?)-?(?P<part>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_PART_NAME = re.compile(r"(?P<stem>.*?)-?(?P<part>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
+_LISTED_PARTS = 100
 
 
 class SafetensorsFiles:
@@ -36,7 +48,8 @@ class SafetensorsFiles:
             try:
                 self.headers[name] = read_header(directory / name)
             except CheckpointNotFoundError as err:
-                self.problems.append(Problem("missing_file", name, "expected a file of the set, found none"))
+                found = describe_entry(directory / name)
+                self.problems.append(Problem("missing_file", name, f"expected a file of the set, found {found}"))
                 first = first or err
             except CorruptCheckpointError as err:
                 self.problems += err.problems or [Problem("bad_header", name, str(err))]
@@ -77,7 +90,7 @@ class SafetensorsReader:
 
     def check(self) -> list[Problem]:
         """Compare headers, index, file names and record with one another."""
-        problems = [*self._files.problems, *self._find_duplicates(), *self._check_file_names()]
+        problems = [*self._files.problems, *self._find_duplicates(), *self._find_chunks(), *self._check_file_names()]
         if self._weight_map is not None:
             problems += self._check_index(self._weight_map)
         if self._record is not None:
@@ -93,7 +106,7 @@ class SafetensorsReader:
 
     def _read_weight_map(self) -> Mapping[str, str] | None:
         index = self.directory / INDEX_NAME
-        return read_index(index).weight_map if self.path.is_dir() and index.is_file() else None
+        return read_index(index).weight_map if self.path.is_dir() and os.path.lexists(index) else None
 
     def _list_files(self) -> list[str]:
         if not self.path.is_dir():
@@ -115,7 +128,23 @@ class SafetensorsReader:
             if len(files) > 1:
                 yield Problem("duplicate_tensor", fqn, f"expected in one file, found in {', '.join(files)}")
 
+    def _find_chunks(self) -> Iterator[Problem]:
+        """Find what a header declares to be a part of a tensor; here every entry is read as a whole."""
+        for file, header in self._files.headers.items():
+            if SHARDING_KEY not in header.metadata:
+                continue
+            places = read_sharding(header)
+            if places is None:
+                yield Problem("bad_header", file, f"expected {SHARDING_KEY} that can be read")
+                continue
+            for fqn in header.entries:
+                if fqn in places and not _begins_at_zero(places[fqn]):
+                    message = f"expected a whole tensor, found a chunk in {file} that begins elsewhere than at 0"
+                    yield Problem("hole", fqn, message)
+
     def _check_index(self, weight_map: Mapping[str, str]) -> Iterator[Problem]:
+        if not weight_map:
+            yield Problem("bad_header", INDEX_NAME, "expected a weight_map with names, found an empty one")
         for fqn, file in weight_map.items():
             if file in self._files.headers and file not in self._places.get(fqn, ()):
                 yield Problem("missing_tensor", fqn, f"the index places it in {file}, which does not hold it")
@@ -123,7 +152,11 @@ class SafetensorsReader:
             if fqn not in weight_map:
                 yield Problem("unexpected_tensor", fqn, f"{files[0]} holds it, the index does not list it")
         for name in list_safetensors(self.directory):
-            if name not in self._files.headers and name not in weight_map.values():
+            if name in weight_map.values():
+                continue
+            if name == SINGLE_NAME:
+                yield Problem("unexpected_tensor", name, "the index does not refer to it, but loaders prefer it")
+            else:
                 yield Problem("stray_file", name, "the index does not refer to it")
 
     def _check_file_names(self) -> Iterator[Problem]:
@@ -144,9 +177,18 @@ class SafetensorsReader:
                 yield Problem("unexpected_tensor", name, message)
 
 
+def _begins_at_zero(place: object) -> bool:
+    offsets = place.get("saved_offsets") if isinstance(place, dict) else None
+    return isinstance(offsets, list) and not any(offsets)
+
+
 def list_safetensors(directory: Path) -> list[str]:
-    """List the safetensors files that lie in a directory itself, an adapter's left out."""
-    return sorted(entry.name for entry in directory.iterdir() if is_safetensors_weights(entry.name) and entry.is_file())
+    """List what lies in a directory itself under the name of a safetensors file, an adapter's left out.
+
+    Entries that are no files are among them: a link into a cache that was cleared still says
+    that a file belongs there.
+    """
+    return sorted(entry.name for entry in directory.iterdir() if is_safetensors_weights(entry.name))
 
 
 def locate_raw(directory: Path, spec: TensorSpec, chunk: Chunk) -> TensorData:
@@ -186,11 +228,17 @@ def _doubt_part(name: str, match: re.Match[str]) -> Problem:
 
 
 def _find_missing_parts(parts: Mapping[str, re.Match[str]]) -> Iterator[Problem]:
-    """Find the numbers that are not there in `NAME-00001-of-00003.safetensors`."""
+    """Find the numbers that are not there in `NAME-00001-of-00003.safetensors`, and those that cannot be."""
     there: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for match in parts.values():
+    for name, match in parts.items():
         there[match["stem"], match["count"]].add(int(match["part"]))
+        if not 1 <= int(match["part"]) <= int(match["count"]):
+            yield Problem("unexpected_tensor", name, f"it is no part of a set of {int(match['count'])} files")
+    if len(there) > 1:
+        found = ", ".join(f"{stem}-*-of-{count}" for stem, count in sorted(there)[:_LISTED_PARTS])
+        yield Problem("unexpected_tensor", next(iter(parts)), f"expected the files of one set, found those of {found}")
     for (stem, count), numbers in there.items():
-        for number in sorted(set(range(1, int(count) + 1)) - numbers):
-            name = f"{stem}-{number:05d}-of-{count}{SUFFIX}"
+        missing = (number for number in range(1, int(count) + 1) if number not in numbers)
+        for number in islice(missing, _LISTED_PARTS):
+            name = f"{stem}-{number:0{len(count)}d}-of-{count}{SUFFIX}"
             yield Problem("missing_file", name, f"the other files of the set say that there are {int(count)}")

@@ -20,10 +20,9 @@ from ckpt_core.coverage import check_tiling
 from ckpt_core.errors import Problem
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, read_record
-from ckpt_core.safetensors_header import SHARDING_KEY, HeaderEntry, SafetensorsHeader
+from ckpt_core.safetensors_header import SHARDING_KEY, HeaderEntry, SafetensorsHeader, read_sharding
 from ckpt_core.safetensors_reader import SafetensorsFiles, list_safetensors, locate_raw
 from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, TensorSpec, is_count
-from ckpt_core.strict_json import parse_strict_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,8 @@ class ShardedSafetensorsReader:
 
     def _read_places(self, file: str, header: SafetensorsHeader) -> Mapping[str, tuple[int, ...]]:
         """Return the offsets of each chunk of a file, after reporting those that cannot be used."""
-        info = _load_json(header.metadata.get(SHARDING_KEY))
-        if not isinstance(info, dict):
+        info = read_sharding(header)
+        if info is None:
             message = f"expected {SHARDING_KEY} in its metadata, found none that can be read; it belongs to another set"
             self._conflicts.append(Problem("bad_header", file, message))
             return {}
@@ -125,13 +124,6 @@ class ShardedSafetensorsReader:
         )
         recorded = self._record.tensors.get(fqn) if self._record else None
         return recorded.shape if recorded and len(recorded.shape) == len(reached) else reached
-
-
-def _load_json(text: str | None) -> object:
-    try:
-        return parse_strict_json(text or "null")
-    except ValueError:
-        return None
 
 
 def _read_offsets(info: object, entry: HeaderEntry) -> tuple[int, ...] | None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ckpt_core.checkpoint_files import read_whole
+from ckpt_core.errors import CheckpointError
+
 OUTPUT_OF_EMBEDDING: dict[str, str] = {
     "model.embed_tokens.weight": "lm_head.weight",
     "model.language_model.embed_tokens.weight": "lm_head.weight",
@@ -40,8 +43,8 @@ def denies_tying(directory: Path) -> bool:
     """
     for place in (directory, directory / ".hf_metadata"):
         try:
-            config = json.loads((place / "config.json").read_bytes())
-        except (OSError, ValueError, RecursionError):
+            config = json.loads(read_whole(place / "config.json"))
+        except (CheckpointError, ValueError, RecursionError):
             continue
         if isinstance(config, dict):
             return _find_flag(config) is False
