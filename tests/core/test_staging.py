@@ -17,7 +17,7 @@ from ckpt_core import publication
 from ckpt_core.errors import CheckpointError, SaveError, SpaceError, TargetError
 from ckpt_core.publication import Recovery
 from ckpt_core.record import CheckpointRecord, write_record
-from ckpt_core.staging import Stage, open_stage, recover, require_free_space, stage_directory
+from ckpt_core.staging import Stage, open_stage, recover, require_free_space, require_writable, stage_directory
 from testbed.file_sets import NEW, OLD, list_names, publish_set, read_set, write_set
 
 NAMES = ["model", "with space", "größe-模型", ".hidden", "trailing.partial", "new\nline"]
@@ -207,6 +207,19 @@ def test_a_parent_that_cannot_be_written_is_refused(name: str, *, replace: bool)
         open_stage(parent / name, replace=replace)
 
 
+@pytest.mark.parametrize(("name", "replace"), [("fresh", False), ("model", True), ("a/b", False)])
+def test_what_a_stage_needs_is_known_without_making_anything(name: str, *, replace: bool) -> None:
+    with make_unwritable({"model": OLD}) as parent, pytest.raises(TargetError, match="Permission denied"):
+        require_writable(parent / name, replace=replace)
+    with pytest.raises(TargetError, match="is a mount point"):
+        require_writable(Path("/proc"), replace=True)
+
+
+def test_a_target_that_can_be_written_is_left_alone_by_the_check(tmp_path: Path) -> None:
+    require_writable(tmp_path / "a" / "b")
+    assert list_names(tmp_path) == set()
+
+
 def test_a_finished_stage_cannot_be_used_again(tmp_path: Path) -> None:
     stage = open_stage(tmp_path / "model")
     stage.publish()
@@ -237,7 +250,7 @@ def test_an_error_removes_the_stage_and_spares_the_old_set(tmp_path: Path, error
 def test_a_kept_stage_is_resumed_with_what_it_held(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         leave_by(KeyboardInterrupt(), tmp_path / "model", keep_on=(KeyboardInterrupt,))
-    assert list_names(tmp_path) == {".model.partial"}
+    assert list_names(tmp_path) == {".model.partial", ".model.lock"}
     with stage_directory(tmp_path / "model", resume=True) as stage:
         assert read_set(stage.path) == NEW
         stage.publish()
@@ -304,8 +317,11 @@ def test_a_failing_rename_never_loses_the_old_set(
             assert read_set(tmp_path / "model") == NEW
     if stage.is_open:
         stage.publish()
-    assert recover(tmp_path / "model") in {Recovery.NOTHING, Recovery.REMOVED, Recovery.LEFT}
+    assert recover(tmp_path / "model") in {Recovery.NOTHING, Recovery.LEFT}
     assert read_set(tmp_path / "model") == NEW
+    # Whatever was left, the next writer knows it for ours and removes it.
+    publish_set(tmp_path / "model", OLD, replace=True)
+    assert list_names(tmp_path) == {"model"}
 
 
 @pytest.mark.usefixtures("_exchange_mode")
@@ -356,17 +372,47 @@ def test_every_file_and_directory_is_flushed_before_the_first_rename(
     assert tmp_path.stat().st_ino in events[events.index("rename") :]
 
 
-def test_an_old_set_of_somebody_else_is_neither_removed_nor_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("_exchange_mode")
+@pytest.mark.parametrize("name", ["old", "swap", "partial"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_somebody_else_has_under_a_name_beside_the_target_stays(
+    tmp_path: Path, name: str, *, resume: bool
 ) -> None:
-    monkeypatch.setattr(publication, "_exchange", lambda _one, _other: False)
     write_set(tmp_path / "model", OLD)
-    write_set(tmp_path / ".model.old", {"mine": b"not written here"})
+    write_set(tmp_path / f".model.{name}", {"mine": b"not written here"})
     assert recover(tmp_path / "model") is Recovery.LEFT
-    with pytest.raises(TargetError, match=r"\.model\.old: is in the way"):
-        publish_set(tmp_path / "model", NEW, replace=True)
-    assert read_set(tmp_path / ".model.old") == {"mine": b"not written here"}
+    for _ in range(2):  # a refusal must not make it pass for ours
+        with pytest.raises(TargetError, match=rf"\.model\.{name}: is in the way and was not written here"):
+            open_stage(tmp_path / "model", replace=True, resume=resume)
+    assert read_set(tmp_path / f".model.{name}") == {"mine": b"not written here"}
     assert read_set(tmp_path / "model") == OLD
+    assert list_names(tmp_path) == {"model", f".model.{name}"}
+
+
+@pytest.mark.parametrize("there", [("model",), ()])
+@pytest.mark.parametrize("beside", ["old", "swap", "partial"])
+def test_recovering_for_a_reader_removes_nothing(tmp_path: Path, there: tuple[str, ...], beside: str) -> None:
+    for number, name in enumerate({*there, ".model.old", f".model.{beside}"}):
+        write_set(tmp_path / name, {"file": b"content %d" % number})
+    (tmp_path / ".model.lock").write_bytes(b"")
+    before = {content for content in read_set(tmp_path).values() if content}
+    recover(tmp_path / "model")
+    assert before <= set(read_set(tmp_path).values())
+    assert (tmp_path / "model").is_dir()
+
+
+@pytest.mark.usefixtures("_exchange_mode")
+@pytest.mark.parametrize("mode", [0o750, 0o2775, 0o700])
+def test_a_replacement_keeps_mode_and_owner(tmp_path: Path, mode: int) -> None:
+    write_set(tmp_path / "model", OLD)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "model", 12, 34)
+    (tmp_path / "model").chmod(mode)
+    before = (tmp_path / "model").stat()
+    publish_set(tmp_path / "model", NEW, replace=True)
+    after = (tmp_path / "model").stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert read_set(tmp_path / "model") == NEW
 
 
 # --- full disks ------------------------------------------------------------------------------
@@ -430,7 +476,9 @@ def test_an_interrupt_after_the_new_set_is_in_place_is_a_publication(
         with pytest.raises(KeyboardInterrupt):
             stage.publish()
     assert_published(stage)
-    assert recover(tmp_path / "model") is Recovery.REMOVED
+    assert recover(tmp_path / "model") is Recovery.LEFT
+    assert list_names(tmp_path) == {"model", ".model.swap", ".model.lock"}
+    publish_set(tmp_path / "model", OLD, replace=True)
     assert list_names(tmp_path) == {"model"}
 
 

@@ -16,6 +16,7 @@ from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.record import RECORD_NAME
 from ckpt_core.safetensors_header import INDEX_NAME
+from ckpt_core.staging import require_writable
 from ckpt_core.terminal import format_bytes, join_lines
 
 from ckpt_convert.assets import Asset, describe_missing, find_assets
@@ -144,7 +145,7 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
         LayoutError: `src` holds no layout that can be read, several, or no model tensor.
         CorruptCheckpointError: The source is incomplete; `problems` holds everything found.
         KeyMismatchError: Two tensors would get one name.
-        TargetError: `dst` is taken, or it and `src` lie in one another.
+        TargetError: `dst` is taken or cannot be written, or it and `src` lie in one another.
     """
     if to != CheckpointLayout.SAFETENSORS:
         raise ConfigError(f"target layout {to!r}: expected {CheckpointLayout.SAFETENSORS.value!r}")
@@ -153,6 +154,7 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
     source, target = Path(src), Path(dst)
     reader = _open_model(source)
     replaces = check_target(target, (source, reader.path), overwrite=overwrite)
+    require_writable(target, replace=replaces)
     doubts = _prove_complete(reader)
     names = change_names(reader)
     tensors = {fqn: reader.tensors[stored] for fqn, stored in names.kept.items()}

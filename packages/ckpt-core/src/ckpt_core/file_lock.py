@@ -56,13 +56,19 @@ class FileLock:
                 raise
             os.close(descriptor)
 
-    def release(self) -> None:
-        """Remove the file and let the next writer in; does nothing the second time."""
+    def release(self, *, keep_file: bool = False) -> None:
+        """Let the next writer in; does nothing the second time.
+
+        Args:
+            keep_file: Leave the file, which tells the next holder that there is something of
+                ours to clear up. Without locks in the file system it has to be deleted by hand.
+        """
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
         try:
-            self._path.unlink(missing_ok=True)
+            if not keep_file:
+                self._path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
 

@@ -2,7 +2,9 @@
 
 All names lie beside the target `NAME` (behind its links, if it is one):
 
-- `.NAME.lock`: held by the one writer for as long as it stages and publishes.
+- `.NAME.lock`: held by the one writer for as long as it stages and publishes. A file that
+  nobody holds says that what lies beside it is of an earlier writer; without one it is
+  somebody else's and stays.
 - `.NAME.partial`: the stage. With the lock free it is a leftover, removed by the next stage
   unless that one resumes it.
 - `.NAME.old`: the previous set, whole, for the moment between two renames where the file
@@ -11,7 +13,8 @@ All names lie beside the target `NAME` (behind its links, if it is one):
   one is still at the target, later the previous set while it is removed.
 
 After a kill at any point the target is the old set, the new set, or absent with the old set
-at `.NAME.old`. Whoever calls these functions holds the lock.
+at `.NAME.old`. Whoever calls these functions holds the lock. Only writers remove anything;
+whoever wants to read puts the old set back where the target is absent, and no more.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -39,10 +44,8 @@ class Recovery(StrEnum):
     """There was no leftover of a publication."""
     RESTORED = "restored"
     """The target was absent; the previous set is back."""
-    REMOVED = "removed"
-    """The target was there; what an earlier publication left beside it is gone."""
     LEFT = "left"
-    """Something is beside the target that is in use, not ours, or may not be removed."""
+    """Something is beside the target, which is in use, not ours, or for the next writer to remove."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +68,57 @@ class Places:
         names = (f".{real.name}.{suffix}" for suffix in ("partial", "old", "swap", "lock"))
         return cls(real, *(real.with_name(name) for name in names))
 
+    @property
+    def leftovers(self) -> tuple[Path, ...]:
+        """What stands under the names beside the target, the lock left out."""
+        return tuple(path for path in (self.partial, self.old, self.swap) if os.path.lexists(path))
 
-def recover_places(places: Places, *, is_ours: bool) -> Recovery:
-    """Put the previous set back where the target is absent, and clear it where it is not.
+
+def restore_previous(places: Places) -> Recovery:
+    """Put the previous set back where the target is absent; remove nothing."""
+    if os.path.lexists(places.target) or not os.path.lexists(places.old):
+        return Recovery.LEFT if places.leftovers else Recovery.NOTHING
+    places.old.rename(places.target)
+    sync_directory(places.target.parent)
+    return Recovery.RESTORED
+
+
+def clear_leftovers(places: Places, *, is_ours: bool, keep_stage: bool) -> None:
+    """Make room for a new stage.
 
     Args:
-        places: The target and the names beside it.
-        is_ours: Whether a killed writer left its lock file. Without one, somebody else made
-            the directory that has the name of a previous set, and it stays.
+        places: The target, which is settled, and the names beside it.
+        is_ours: Whether an earlier writer left its lock file.
+        keep_stage: Whether a stage is for the caller to resume.
+
+    Raises:
+        TargetError: Somebody else made something under one of the names.
     """
-    if os.path.lexists(places.old) and not os.path.lexists(places.target):
-        places.old.rename(places.target)
-        sync_directory(places.target.parent)
-        remove_tree(places.swap)
-        return Recovery.RESTORED
-    if os.path.lexists(places.old) and not is_ours:
-        return Recovery.LEFT
-    return Recovery.REMOVED if clear_previous(places) else Recovery.NOTHING
+    if places.leftovers and not is_ours:
+        raise TargetError(f"{places.leftovers[0]}: is in the way and was not written here; move it elsewhere")
+    clear_previous(places)
+    if not keep_stage:
+        remove_tree(places.partial)
 
 
-def clear_previous(places: Places) -> bool:
+def clear_previous(places: Places) -> None:
     """Remove the previous set; rename it first, because half of it must never be restored."""
-    found = os.path.lexists(places.old) or os.path.lexists(places.swap)
     remove_tree(places.swap)
     if os.path.lexists(places.old):
         places.old.rename(places.swap)
         remove_tree(places.swap)
-    return found
+
+
+def copy_access(old: Path, new: Path) -> None:
+    """Give the directory `new` the mode and, as far as permitted, the owner and group of `old`."""
+    was, now = old.stat(), new.stat()
+    for owner, group in ((was.st_uid, -1), (-1, was.st_gid)):
+        if owner not in {-1, now.st_uid} or group not in {-1, now.st_gid}:
+            with suppress(OSError):
+                os.chown(new, owner, group)
+    # After the owner, whose change clears bits of the mode. Some file systems have no modes to change.
+    with suppress(OSError):
+        new.chmod(stat.S_IMODE(was.st_mode))
 
 
 def require_free_names(places: Places) -> None:
@@ -112,6 +139,7 @@ def replace_target(places: Places) -> None:
         OSError: A rename failed; stage and target are where they were.
     """
     require_free_names(places)
+    copy_access(places.target, places.partial)
     new = places.partial.stat()
     # Out of the stage's name first: after the exchange it is the previous set, which nobody may resume.
     places.partial.rename(places.swap)

@@ -2,7 +2,7 @@
 
 `open_stage` locks the target and makes an empty directory beside it; `Stage.publish` makes
 that directory durable and puts it in the target's place. `ckpt_core.publication` has the
-names and the renames. `recover` finishes or undoes what a kill left.
+names and the renames. `recover` undoes what a kill left in the way of reading.
 
 There are no collectives here. In a process group one rank stages and publishes, the others
 write into `Stage.path`, and the caller provides the barriers between.
@@ -10,6 +10,7 @@ write into `Stage.path`, and the caller provides the barriers between.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,12 +22,13 @@ from ckpt_core.file_lock import FileLock
 from ckpt_core.publication import (
     Places,
     Recovery,
+    clear_leftovers,
     clear_previous,
     make_parents,
-    recover_places,
     remove_tree,
     replace_target,
     require_free_names,
+    restore_previous,
     sync_directory,
     sync_tree,
 )
@@ -109,7 +111,7 @@ class Stage:
             with suppress(OSError):
                 clear_previous(self._places)
         finally:
-            self._lock.release()
+            self._release()
 
     def _put_at_target(self) -> None:
         places = self._places
@@ -123,14 +125,18 @@ class Stage:
     def keep(self) -> None:
         """Leave the stage where it is, so that `open_stage(..., resume=True)` finds it."""
         self._require_open()
-        self._lock.release()
+        self._release()
 
     def discard(self) -> None:
         """Remove the stage; the target is untouched."""
         self._require_open()
         with translate_os_errors(self.path, "cannot be removed"):
             remove_tree(self.path)
-        self._lock.release()
+        self._release()
+
+    def _release(self) -> None:
+        """Give the lock up, but leave its file beside anything that the next writer has to clear."""
+        self._lock.release(keep_file=bool(self._places.leftovers))
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -140,7 +146,8 @@ class Stage:
 def open_stage(target: Path, *, replace: bool = False, resume: bool = False) -> Stage:
     """Lock `target` against other writers and create the directory that will become it.
 
-    Missing parents are created. What an earlier, killed writer left is recovered first.
+    Missing parents are created. What an earlier, killed writer left is recovered first, and
+    removed if its lock file is there too.
 
     Args:
         target: Directory to write. If it is a link, what it points to is written.
@@ -149,22 +156,24 @@ def open_stage(target: Path, *, replace: bool = False, resume: bool = False) -> 
 
     Raises:
         TargetError: The target is taken, a file, a mount point or locked by another writer,
-            or its parent cannot be written.
+            a name beside it is taken, or its parent cannot be written.
     """
     places = Places.beside(target)
+    # Before anything is made, and again once a recovery may have brought the old set back.
+    require_writable(target, replace=replace)
     with translate_os_errors(places.target, "cannot be written"):
-        # Before anything is made, and again once a recovery may have brought the old set back.
-        _check_target(places.target, replace=replace)
         make_parents(places.target.parent)
         lock = FileLock.acquire(places.lock)
+        is_ours = not lock.is_new
         try:
-            recover_places(places, is_ours=not lock.is_new)
+            restore_previous(places)
             _check_target(places.target, replace=replace)
-            if not resume:
-                remove_tree(places.partial)
+            clear_leftovers(places, is_ours=is_ours, keep_stage=resume)
+            is_ours = True
             places.partial.mkdir(exist_ok=resume)
         except BaseException:
-            lock.release()
+            # The file would make what is somebody else's pass for ours.
+            lock.release(keep_file=is_ours and bool(places.leftovers))
             raise
     return Stage(places, lock, replace=replace)
 
@@ -199,17 +208,17 @@ def stage_directory(
 
 
 def recover(target: Path) -> Recovery:
-    """Finish or undo what a killed publication to `target` left; call before reading it.
+    """Undo what a killed publication to `target` left in the way; call before reading it.
 
-    A stage that was kept or cut short is not touched. While another writer publishes, and
-    where a leftover may not be removed but the target is there, nothing is done.
+    The previous set is put back where the target is absent. Nothing is ever removed: that is
+    for the next writer. While another one publishes, nothing is done.
 
     Raises:
         TargetError: The target is absent and the previous set cannot be put back.
     """
     places = Places.beside(target)
-    if not (os.path.lexists(places.old) or os.path.lexists(places.swap)):
-        return Recovery.NOTHING
+    if os.path.lexists(places.target) or not os.path.lexists(places.old):
+        return Recovery.LEFT if places.leftovers else Recovery.NOTHING
     try:
         lock = FileLock.acquire(places.lock)
     except LockHeldError:
@@ -217,11 +226,11 @@ def recover(target: Path) -> Recovery:
     except OSError as error:
         return _settle_for_target(places, error)
     try:
-        return recover_places(places, is_ours=not lock.is_new)
+        return restore_previous(places)
     except OSError as error:
         return _settle_for_target(places, error)
     finally:
-        lock.release()
+        lock.release(keep_file=not lock.is_new and bool(places.leftovers))
 
 
 def require_free_space(path: Path, nbytes: int) -> None:
@@ -244,6 +253,33 @@ def require_free_space(path: Path, nbytes: int) -> None:
             f"{path}: needs {nbytes:,} bytes, {usage.free:,} are available on the file system of {existing}; "
             "free some or choose another place"
         )
+
+
+def require_writable(target: Path, *, replace: bool = False) -> None:
+    """Refuse a target that `open_stage` would refuse; makes nothing.
+
+    Args:
+        target: As for `open_stage`.
+        replace: As for `open_stage`.
+
+    Raises:
+        TargetError: The target is taken, a file or a mount point, or what is above it cannot
+            be written.
+    """
+    places = Places.beside(target)
+    with translate_os_errors(places.target, "cannot be written"):
+        _check_target(places.target, replace=replace)
+        existing = places.target.parent
+        while not os.path.lexists(existing):
+            existing = existing.parent
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+        if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+            read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+            number = errno.EROFS if read_only else errno.EACCES
+            raise OSError(number, os.strerror(number), str(existing))
+        with suppress(FileNotFoundError):
+            places.partial.lstat()  # a name that is too long
 
 
 def _settle_for_target(places: Places, error: OSError) -> Recovery:
