@@ -13,6 +13,7 @@ from ckpt_core.errors import (
     LayoutError,
 )
 from ckpt_core.manager import AutomodelCheckpointManager
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from testbed.single_rank import (
     FORMATS,
@@ -49,6 +50,14 @@ def test_requirement_06_an_adapter_needs_its_configuration_and_parameters(
 ) -> None:
     with pytest.raises(ConfigError, match="peft_config"):
         manager.save_checkpoint(Trained(1, build_lora).model, str(tmp_path / "w"), checkpointing_cfg={"is_peft": True})
+    with pytest.raises(ConfigError, match=r"nemo_automodel's PeftConfig.*found peft\..*LoraConfig"):
+        manager.save_checkpoint(
+            Trained(1, build_lora).model,
+            str(tmp_path / "w"),
+            checkpointing_cfg={},
+            lora_enabled=True,
+            peft_config=LoraConfig(target_modules=["wide"]),
+        )
     with pytest.raises(ConfigError, match="LoRA parameters"):
         manager.save_checkpoint(Odd(), str(tmp_path / "w"), checkpointing_cfg={}, lora_enabled=True, peft_config=PEFT)
     assert not (tmp_path / "w").exists()

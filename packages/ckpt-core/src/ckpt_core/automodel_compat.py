@@ -37,6 +37,7 @@ __all__ = [
     "find_tied_head",
     "has_accelerator",
     "has_lora",
+    "is_peft_config",
     "is_real",
     "make_addons",
     "make_config",
@@ -178,6 +179,11 @@ def clear_plan_caches() -> None:
 def has_accelerator() -> bool:
     """Whether there is a device to stage asynchronous saves from."""
     return torch.accelerator.is_available()
+
+
+def is_peft_config(value: object) -> bool:
+    """Whether `value` has what the library reads of its own `PeftConfig`, which peft's LoraConfig has not."""
+    return all(hasattr(value, name) for name in ("dim", "alpha", "to_dict"))
 
 
 def has_lora(model: nn.Module) -> bool:

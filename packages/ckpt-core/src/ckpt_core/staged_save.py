@@ -113,6 +113,12 @@ class StagedSave:
     def _require_adapter(self) -> None:
         if self._state.peft_config is None:
             raise ConfigError(f"{self._where}: an adapter is saved with its peft_config, found None; pass peft_config")
+        if not compat.is_peft_config(self._state.peft_config):
+            found = type(self._state.peft_config)
+            raise ConfigError(
+                f"{self._where}: expected nemo_automodel's PeftConfig as peft_config, found {found.__module__}."
+                f"{found.__qualname__}; import it from nemo_automodel.components._peft.lora"
+            )
         if not compat.has_lora(self._state.model):
             raise ConfigError(
                 f"{self._where}: expected trainable LoRA parameters to save, the model has none; "
