@@ -360,7 +360,8 @@ def nest(levels: int) -> object:
 @pytest.mark.parametrize("field", ["relative_path", "offset", "length"])
 @pytest.mark.parametrize("make", [double, nest])
 def test_an_error_about_a_hostile_value_is_short_and_comes_at_once(field: str, make: Callable[[int], object]) -> None:
-    data = pickle.dumps(describe(**{field: make(60)}), 4)
+    info: dict[str, Any] = {field: make(60)}
+    data = pickle.dumps(describe(**info), 4)
     started = time.monotonic()
     with pytest.raises(CorruptCheckpointError) as caught:
         parse_dcp_metadata(data, "dir/.metadata")
@@ -380,7 +381,7 @@ def test_a_deep_value_in_the_place_of_a_name_is_described_and_not_spelled() -> N
 def test_one_list_is_not_made_a_size_again_and_again() -> None:
     listed = b"](" + b"K\x01" * 300_000 + b"eq\x00"
     data = b"\x80\x02" + listed + b"ctorch\nSize\nq\x01(" + b"h\x01h\x00\x85R" * 300 + b"t."
-    with pytest.raises(CorruptCheckpointError, match="a torch.Size of 300,000 dimensions"):
+    with pytest.raises(CorruptCheckpointError, match=r"a torch\.Size of 300,000 dimensions"):
         parse_dcp_metadata(data, "dir/.metadata")
 
 

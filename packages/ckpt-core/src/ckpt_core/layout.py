@@ -80,7 +80,7 @@ def _detect(start: Path) -> DetectedLayout:
         return _detect_file(start)
     # Who names an optimizer's directory wants the optimizer.
     skipped = _OTHER_PARTS if start.name in _OPTIMIZER_PARTS else _OTHER_PARTS | _OPTIMIZER_PARTS
-    candidates = list(_walk(start, skipped, set(), _DEPTH))
+    candidates = list(_walk(start, skipped, {}, _DEPTH))
     unique = {candidate.path.resolve(): candidate for candidate in reversed(candidates)}
     if len(unique) == 1:
         return next(iter(unique.values()))
@@ -107,13 +107,16 @@ def _detect_file(path: Path) -> DetectedLayout:
     raise LayoutError(f"{path}: expected a file of a checkpoint, found none by that name; name its directory")
 
 
-def _walk(directory: Path, skipped: frozenset[str], seen: set[tuple[int, int]], depth: int) -> Iterator[DetectedLayout]:
+def _walk(
+    directory: Path, skipped: frozenset[str], seen: dict[tuple[int, int], int], depth: int
+) -> Iterator[DetectedLayout]:
     """Yield the layouts at a directory; below it only if there are none.
 
     Args:
         directory: Where to look.
         skipped: Names of directories that are passed over.
-        seen: Device and inode of each directory without a layout so far; a link back to one leads nowhere new.
+        seen: Depth below each directory without a layout so far, by device and inode; a link
+            back to one leads nowhere new.
         depth: How many levels below may be looked into.
     """
     names = sorted(entry.name for entry in directory.iterdir())
@@ -127,9 +130,10 @@ def _walk(directory: Path, skipped: frozenset[str], seen: set[tuple[int, int]], 
         raise LayoutError(f"{directory}: expected one layout, found {kinds} side by side; remove what is left over")
     yield from here
     status = directory.stat()
-    if here or depth == 0 or (status.st_dev, status.st_ino) in seen:
+    key = status.st_dev, status.st_ino
+    if here or depth <= seen.get(key, 0):
         return
-    seen.add((status.st_dev, status.st_ino))
+    seen[key] = depth
     below = [name for name in names if not (name in skipped or name in _COPIES or name.startswith((".", "tmp_")))]
     for name in [*below, *(name for name in _COPIES if name in names)]:
         if (directory / name).is_dir():
