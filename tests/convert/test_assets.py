@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from ckpt_convert.assets import Asset, describe_missing, find_assets
-from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.errors import CheckpointNotFoundError, LayoutError
+from testbed.file_sets import give_up_root
 
 MODEL = ("config.json", "generation_config.json", "modeling_own.py")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt", "merges.txt")
@@ -115,3 +116,21 @@ def test_what_a_loader_will_miss_is_said(names: tuple[str, ...], warnings: list[
     found = describe_missing(tuple(Asset(name, Path(name), 1) for name in names))
     assert [line[: len(start)] for line, start in zip(found, warnings, strict=True)] == warnings
     assert all("--assets" in line for line in found)
+
+
+@pytest.mark.parametrize("closed", [".", "code"])
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(closed: str) -> None:
+    with give_up_root() as directory:
+        write_files(directory / "base", *MODEL, "code/own.py")
+        (directory / "base" / closed).chmod(0o300)
+        with pytest.raises(LayoutError, match=r"base.*: cannot be looked into \(Permission denied\)"):
+            list_sources(directory, directory / "base")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_link_that_leads_nowhere_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    write_files(tmp_path / "base", *MODEL)
+    (tmp_path / "base" / name).unlink(missing_ok=True)
+    (tmp_path / "base" / name).symlink_to("gone")
+    with pytest.raises(CheckpointNotFoundError, match=f"{name}: expected a file .*found a link that leads nowhere"):
+        list_sources(tmp_path, tmp_path / "base")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ckpt_core.errors import (
     TargetError,
 )
 from safetensors.torch import save_file
+from testbed.file_sets import give_up_root
 from testbed.sharded import save_dcp, save_sharded_safetensors
 from testbed.tensors import make_tensor
 
@@ -161,6 +163,25 @@ def test_impossible_options_are_refused(source: Path, tmp_path: Path) -> None:
         plan_conversion(source, tmp_path / "out", to="zip")
     with pytest.raises(ConfigError, match="max_shard_size 0: expected at least 1 byte"):
         plan_conversion(source, tmp_path / "out", max_shard_size=0)
+
+
+@pytest.mark.parametrize("options", [{"to": 5}, {"max_shard_size": 2.5}, {"assets": 3}, {"dst": None}, {"src": 1}])
+def test_options_of_another_type_are_refused(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        plan_conversion(**{"src": source, "dst": tmp_path / "out"} | options)
+
+
+def test_a_size_may_be_a_text(source: Path, tmp_path: Path) -> None:
+    by_text, by_number = (plan_conversion(source, tmp_path / "out", max_shard_size=size) for size in ("300B", 300))
+    assert by_text == by_number
+
+
+def test_a_target_that_cannot_be_written_is_refused_in_the_plan() -> None:
+    with give_up_root() as directory:
+        save_file({"w": torch.ones(2)}, directory / "model.safetensors")
+        (directory / "closed").mkdir(mode=0o500)
+        with pytest.raises(TargetError, match=r"cannot be written \(Permission denied"):
+            plan_conversion(directory / "model.safetensors", directory / "closed" / "out")
 
 
 def test_nothing_at_the_source_is_its_own_error(tmp_path: Path) -> None:

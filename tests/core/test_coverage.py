@@ -79,3 +79,11 @@ def test_a_scalar_is_one_element() -> None:
 def test_many_chunks_are_checked_in_less_than_quadratic_steps() -> None:
     boxes = [((i, 0), (1, 7)) for i in range(50_000)]
     assert check_tiling("t", (50_000, 7), boxes) == []
+
+
+@pytest.mark.parametrize("count", [21, 100_000])
+def test_of_many_overlapping_chunks_the_first_pairs_are_listed(count: int) -> None:
+    problems = check_tiling("w", (4,), [((0,), (4,))] * count)
+    assert {problem.kind for problem in problems} == {"overlap"}
+    assert len(problems) == 21
+    assert problems[-1].message == "more than 20 pairs of chunks overlap"

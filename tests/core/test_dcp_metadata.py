@@ -318,3 +318,76 @@ def test_reading_time_is_linear_in_the_number_of_entries() -> None:
     small = min(measure(1000) for _ in range(3))
     assert small < 0.5
     assert measure(10_000) < 30 * small
+
+
+def describe_shape(shape: tuple[int, ...]) -> Metadata:
+    """Describe a tensor without chunks; a plain tuple passes where torch.Size would check its numbers."""
+    return Metadata({"w": TensorStorageMetadata(TensorProperties(torch.float32), shape, [])}, storage_data={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault"),
+    [
+        ((2**61,) * 60, "more elements than 64 bits can count"),
+        ((0, 2**61, 2**61), "more elements than 64 bits can count"),
+        ((1,) * 65, "65 dimensions, more than the 64 that can be read"),
+        ((2**61,) * 20_000, "20,000 dimensions, more than the 64"),
+    ],
+)
+def test_a_shape_that_no_tensor_has_is_one_error(shape: tuple[int, ...], fault: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=fault):
+        parse(describe_shape(shape))
+
+
+def test_a_shape_of_as_many_dimensions_as_can_be_read_is_read() -> None:
+    assert parse(describe_shape((1,) * 64)).tensors["w"].shape == (1,) * 64
+
+
+def double(levels: int) -> object:
+    value: object = ()
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+def nest(levels: int) -> object:
+    value: object = ()
+    for _ in range(levels):
+        value = (value,)
+    return value
+
+
+@pytest.mark.parametrize("field", ["relative_path", "offset", "length"])
+@pytest.mark.parametrize("make", [double, nest])
+def test_an_error_about_a_hostile_value_is_short_and_comes_at_once(field: str, make: Callable[[int], object]) -> None:
+    info: dict[str, Any] = {field: make(60)}
+    data = pickle.dumps(describe(**info), 4)
+    started = time.monotonic()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        parse_dcp_metadata(data, "dir/.metadata")
+    assert time.monotonic() - started < 5
+    assert len(str(caught.value)) < 300
+
+
+def test_a_deep_value_in_the_place_of_a_name_is_described_and_not_spelled() -> None:
+    data = pickle.dumps(describe(relative_path="PLACE"), 2)
+    # The name is one opcode with four bytes of length; 50,000 nested tuples take its place.
+    named = b"X\x05\x00\x00\x00PLACE"
+    assert data.count(named) == 1
+    with pytest.raises(CorruptCheckpointError, match="found a tuple: a tuple instead of a string"):
+        parse_dcp_metadata(data.replace(named, b")" + b"\x85" * 50_000), "dir/.metadata")
+
+
+def test_one_list_is_not_made_a_size_again_and_again() -> None:
+    listed = b"](" + b"K\x01" * 300_000 + b"eq\x00"
+    data = b"\x80\x02" + listed + b"ctorch\nSize\nq\x01(" + b"h\x01h\x00\x85R" * 300 + b"t."
+    with pytest.raises(CorruptCheckpointError, match=r"a torch\.Size of 300,000 dimensions"):
+        parse_dcp_metadata(data, "dir/.metadata")
+
+
+def test_one_list_of_chunks_cannot_stand_for_many_tensors() -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))] * 3000
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4]), chunks)
+    metadata = Metadata({f"w{n}": entry for n in range(3000)}, storage_data={})
+    with pytest.raises(CorruptCheckpointError, match="lists more chunks than it has bytes"):
+        parse(metadata)

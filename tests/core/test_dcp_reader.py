@@ -291,3 +291,26 @@ def test_a_damaged_archive_never_leads_to_another_exception(
         except CheckpointError:
             continue
         assert 0 <= found.offset <= len(data)
+
+
+def test_a_stride_that_no_element_is_reached_by_may_be_any_number(tmp_path: Path) -> None:
+    state = {"a": torch.arange(3.0).as_strided((3, 1), (1, 2**62)), "b": torch.ones(2)}
+    save_quietly(dict(state), FileSystemWriter(tmp_path / "d"))
+    assert torch.equal(read_tensor(open_checkpoint(tmp_path / "d"), "a"), state["a"])
+
+
+def test_a_tensor_of_more_dimensions_than_can_be_read_is_refused_when_opened(tmp_path: Path) -> None:
+    save_quietly({"a": torch.ones([1] * 65)}, FileSystemWriter(tmp_path / "d"))
+    with pytest.raises(CorruptCheckpointError, match="65 dimensions, more than the 64 that can be read"):
+        open_checkpoint(tmp_path / "d")
+
+
+def test_of_many_items_that_share_bytes_the_first_are_listed(tmp_path: Path) -> None:
+    path = save_dcp(tmp_path / "d", {f"w{n}": torch.full((2,), n) for n in range(100)}, ranks=1)
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301  written above
+    first = next(iter(metadata.storage_data.values()))
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, first)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    problems = [problem for problem in DcpReader(path).check() if problem.kind == "overlap"]
+    assert len(problems) == 21
+    assert problems[-1].message == "more than 20 items share bytes"

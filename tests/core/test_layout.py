@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from ckpt_core.errors import CheckpointNotFoundError, LayoutError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, LayoutError
 from ckpt_core.layout import (
     CheckpointLayout,
     DetectedLayout,
@@ -13,7 +14,9 @@ from ckpt_core.layout import (
     detect_checkpoint_format,
     detect_layout,
 )
+from ckpt_core.reader import open_checkpoint
 from safetensors.torch import save_file
+from testbed.file_sets import give_up_root
 from testbed.sharded import save_dcp, save_sharded_safetensors
 
 DCP, SAFETENSORS, SHARDED, ADAPTER, TORCH = CheckpointLayout
@@ -293,3 +296,30 @@ def test_the_save_format_of_nothing_is_safetensors(
 )
 def test_the_checkpoint_root_is_above_weights(path: str | Path, root: str) -> None:
     assert _infer_checkpoint_root(path) == root
+
+
+def test_links_that_lead_back_are_not_followed_round_and_round(tmp_path: Path) -> None:
+    make_safetensors(tmp_path / "a" / "model")
+    for directory in (tmp_path, tmp_path / "a"):
+        for number in range(30):
+            (directory / f"l{number}").symlink_to(".")
+    (tmp_path / "a" / "up").symlink_to("..")
+    started = time.monotonic()
+    assert detect_layout(tmp_path).path.resolve() == tmp_path / "a" / "model"
+    assert time.monotonic() - started < 5
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error_that_names_it() -> None:
+    with give_up_root() as directory:
+        (directory / "run" / "closed").mkdir(parents=True)
+        (directory / "run" / "closed").chmod(0o300)
+        with pytest.raises(LayoutError, match=r"run/closed: cannot be looked into: Permission denied"):
+            detect_layout(directory / "run")
+
+
+def test_a_directory_whose_entries_cannot_be_opened_is_an_error_that_names_it() -> None:
+    with give_up_root() as directory:
+        make_safetensors(directory / "model")
+        (directory / "model").chmod(0o600)
+        with pytest.raises(CheckpointError, match=r"model.*Permission denied"):
+            open_checkpoint(directory / "model")

@@ -15,12 +15,13 @@ never go along.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_core.checkpoint_files import iter_files
-from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.checkpoint_files import describe_entry, find_size, raise_walk_error
+from ckpt_core.errors import CheckpointNotFoundError, LayoutError
 from ckpt_core.layout import ADAPTER_CONFIG
 
 _DATA_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
@@ -65,7 +66,8 @@ def find_assets(checkpoint: Path, assets_dir: Path | None, *, exclude: frozenset
         one, so that parts of two models never mix.
 
     Raises:
-        CheckpointNotFoundError: `assets_dir` is no directory.
+        CheckpointNotFoundError: `assets_dir` is no directory, or a file to copy leads nowhere.
+        LayoutError: A directory cannot be listed.
     """
     if assets_dir is not None and not assets_dir.is_dir():
         raise CheckpointNotFoundError(f"{assets_dir}: expected a directory with config.json and tokenizer files")
@@ -99,12 +101,32 @@ def _list_places(checkpoint: Path) -> list[Path]:
 
 
 def _list_assets(place: Path) -> Iterator[Asset]:
-    for path in iter_files(place):
+    for path in _list_files(place):
         name = path.relative_to(place)
         suffixes = _NESTED_SUFFIXES if len(name.parts) > 1 else _NESTED_SUFFIXES | _DATA_SUFFIXES
-        hidden = any(part.startswith((".", "__pycache__")) for part in name.parts)
-        if path.suffix in suffixes and not hidden and path.is_file() and not _is_of_weights(name):
-            yield Asset(name.as_posix(), path, path.stat().st_size)
+        if path.suffix not in suffixes or name.name.startswith(".") or _is_of_weights(name):
+            continue
+        size = find_size(path)
+        if size is None:
+            raise CheckpointNotFoundError(
+                f"{path}: expected a file to copy beside the weights, found {describe_entry(path)}; mend or remove it"
+            )
+        yield Asset(name.as_posix(), path, size)
+
+
+def _list_files(place: Path) -> list[Path]:
+    """List the files below a directory, hidden directories left out."""
+    found: list[Path] = []
+    try:
+        for parent, directories, names in os.walk(place, onerror=raise_walk_error):
+            directories[:] = [name for name in directories if not name.startswith((".", "__pycache__"))]
+            found += (Path(parent, name) for name in names)
+    except OSError as error:
+        raise LayoutError(
+            f"{error.filename}: cannot be looked into ({error.strerror}), expected config and tokenizer files; "
+            "check the permissions, or name another directory with --assets"
+        ) from error
+    return sorted(found)
 
 
 def _is_of_weights(name: Path) -> bool:

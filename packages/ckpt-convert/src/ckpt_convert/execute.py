@@ -37,7 +37,7 @@ def convert(  # noqa: PLR0913  each is a flag of the command
     dst: str | os.PathLike[str],
     *,
     to: str = CheckpointLayout.SAFETENSORS,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     assets: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     verify: bool = True,

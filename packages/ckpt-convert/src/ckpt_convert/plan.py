@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, LayoutError, Problem, describe_value
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.reader import CheckpointReader, open_checkpoint
 from ckpt_core.record import RECORD_NAME
@@ -20,6 +20,7 @@ from ckpt_core.staging import require_writable
 from ckpt_core.terminal import format_bytes, join_lines
 
 from ckpt_convert.assets import Asset, describe_missing, find_assets
+from ckpt_convert.byte_sizes import read_size
 from ckpt_convert.names import NameChanges, change_names
 from ckpt_convert.output_files import PlannedFile, build_index, lay_out_files
 from ckpt_convert.target_check import check_target, check_tensors
@@ -125,7 +126,7 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
     dst: str | os.PathLike[str],
     *,
     to: str = CheckpointLayout.SAFETENSORS,
-    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     assets: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> ConversionPlan:
@@ -135,7 +136,8 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
         src: A checkpoint, from any level of the directories that trainers make around it.
         dst: Directory to write: absent, empty, or with `overwrite` one that this program wrote.
         to: Layout to write; `"safetensors"` is the consolidated one.
-        max_shard_size: Bytes of tensors in one output file; a larger tensor gets its own.
+        max_shard_size: Bytes of tensors in one output file, or a text such as `"5GB"`; a
+            larger tensor gets its own.
         assets: Directory of config and tokenizer; None looks where trainers leave them.
         overwrite: Whether an earlier result at `dst` may be replaced.
 
@@ -148,10 +150,9 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
         TargetError: `dst` is taken or cannot be written, or it and `src` lie in one another.
     """
     if to != CheckpointLayout.SAFETENSORS:
-        raise ConfigError(f"target layout {to!r}: expected {CheckpointLayout.SAFETENSORS.value!r}")
-    if max_shard_size < 1:
-        raise ConfigError(f"max_shard_size {max_shard_size}: expected at least 1 byte")
-    source, target = Path(src), Path(dst)
+        raise ConfigError(f"target layout {describe_value(to)}: expected {CheckpointLayout.SAFETENSORS.value!r}")
+    shard_size = read_size(max_shard_size)
+    source, target = _read_path("src", src), _read_path("dst", dst)
     reader = _open_model(source)
     replaces = check_target(target, (source, reader.path), overwrite=overwrite)
     require_writable(target, replace=replaces)
@@ -160,7 +161,7 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
     tensors = {fqn: reader.tensors[stored] for fqn, stored in names.kept.items()}
     _require_tensors(reader, names)
     check_tensors(tensors)
-    files = lay_out_files(tensors, max_shard_size)
+    files = lay_out_files(tensors, shard_size)
     found = _find_assets(reader, assets)
     return ConversionPlan(
         source=reader.path,
@@ -177,6 +178,12 @@ def plan_conversion(  # noqa: PLR0913  each is a flag of the command
         missing=tuple(describe_missing(found)),
         reader=reader,
     )
+
+
+def _read_path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name} is {describe_value(value)}: expected a path")
+    return Path(value)
 
 
 def _open_model(source: Path) -> CheckpointReader:
@@ -211,4 +218,5 @@ def _require_tensors(reader: CheckpointReader, names: NameChanges) -> None:
 
 
 def _find_assets(reader: CheckpointReader, assets: str | os.PathLike[str] | None) -> tuple[Asset, ...]:
-    return find_assets(reader.directory, None if assets is None else Path(assets), exclude=frozenset({RECORD_NAME}))
+    directory = None if assets is None else _read_path("assets", assets)
+    return find_assets(reader.directory, directory, exclude=frozenset({RECORD_NAME}))

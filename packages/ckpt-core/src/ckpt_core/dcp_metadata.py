@@ -18,6 +18,7 @@ predecessors in torch/distributed/_shard/checkpoint (1.13).
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from typing import TypeGuard
 from ckpt_core.checkpoint_files import find_name_fault
 from ckpt_core.coverage import Box
 from ckpt_core.dtypes import DTYPE_OF_TORCH
-from ckpt_core.errors import CorruptCheckpointError, Problem
+from ckpt_core.errors import CorruptCheckpointError, Problem, describe_value
 from ckpt_core.inert_pickle import (
     Construct,
     ForbiddenCallError,
@@ -37,9 +38,10 @@ from ckpt_core.inert_pickle import (
     make_empty_dict,
     refuse_call,
 )
-from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorSpec, is_count
+from ckpt_core.spec import MAX_DIMS, Chunk, Nesting, ObjectSpec, StoredRange, TensorSpec, find_shape_fault, is_count
 
 _Where = tuple[str, tuple[int, ...] | None]
+_MAX_NESTING = 256  # a path deeper than that is none of a state dict
 
 _CHECKPOINT_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 _METADATA_CLASSES = (
@@ -83,7 +85,7 @@ def parse_dcp_metadata(data: bytes, source: str) -> DcpMetadata:
     root = load_pickle(data, _ALLOWED, source=source)
     if not _is_record(root, "Metadata"):
         raise _fault(source, "a Metadata", root)
-    return _MetadataReader(source).read(root)
+    return _MetadataReader(source, len(data)).read(root)
 
 
 def _make_size(args: tuple[object, ...]) -> object:
@@ -91,6 +93,9 @@ def _make_size(args: tuple[object, ...]) -> object:
     sizes = args[0] if args else ()
     if not isinstance(sizes, tuple | list):
         raise TypeError("a torch.Size that is no tuple")
+    # Also because each call copies a list, which a few bytes can name again and again.
+    if len(sizes) > MAX_DIMS:
+        raise ValueError(f"a torch.Size of {len(sizes):,} dimensions, more than the {MAX_DIMS} that can be read")
     return tuple(sizes)
 
 
@@ -136,19 +141,18 @@ def _is_record(value: object, name: str) -> TypeGuard[Record]:
 def _find_fields(record: Record) -> Mapping[str, object]:
     """Return the attributes of an instance: from its dict, its slots, or both."""
     state = record.state
-    parts = state if isinstance(state, tuple) else (state,)
-    fields: dict[str, object] = {}
-    for part in parts:
-        if isinstance(part, dict):
-            fields.update(part)
-    return fields
+    # Views, not copies: many records may share one large dict.
+    parts = state[:2] if isinstance(state, tuple) else (state,)
+    return ChainMap(*(part for part in reversed(parts) if isinstance(part, dict)))
 
 
 class _MetadataReader:
     """Takes a `Metadata` record apart; everything unexpected is an error that names the file."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, nbytes: int) -> None:
         self.source = source
+        self.chunks_left = nbytes
+        """No writer names one list of chunks for many tensors, which would be quadratic work."""
         self.problems: list[Problem] = []
         self.tensors: dict[str, TensorSpec] = {}
         self.objects: dict[str, ObjectSpec] = {}
@@ -204,7 +208,7 @@ class _MetadataReader:
         file, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
         fault = find_name_fault(file)
         if fault is not None or not isinstance(file, str):
-            msg = f"{self.source}: expected {fqn!r} in a file beside it, found {file!r:.80}: {fault}"
+            msg = f"{self.source}: expected {fqn!r} in a file beside it, found {describe_value(file)}: {fault}"
             raise CorruptCheckpointError(msg)
         if not (is_count(offset) and is_count(length)):
             raise _fault(self.source, f"an offset and a length for {fqn!r}", offset)
@@ -234,6 +238,8 @@ class _MetadataReader:
 
     def _read_tensor(self, fqn: str, fields: Mapping[str, object], stored: dict[_Where, StoredRange]) -> None:
         shape = self._read_counts(fields.get("size"), fqn)
+        if fault := find_shape_fault(shape):
+            raise CorruptCheckpointError(f"{self.source}: the shape of {describe_value(fqn)} has {fault}")
         boxes = self._read_boxes(fqn, fields.get("chunks"))
         chunks = self._place_chunks(fqn, boxes, stored)
         dtype = self._read_dtype(fqn, fields.get("properties"))
@@ -245,6 +251,9 @@ class _MetadataReader:
     def _read_boxes(self, fqn: str, chunks: object) -> list[Box]:
         if not isinstance(chunks, list):
             raise _fault(self.source, f"a list of chunks for {fqn!r}", chunks)
+        self.chunks_left -= len(chunks)
+        if self.chunks_left < 0:
+            raise CorruptCheckpointError(f"{self.source}: lists more chunks than it has bytes; the metadata is damaged")
         boxes = []
         for chunk in chunks:
             if not _is_record(chunk, "ChunkStorageMetadata"):
@@ -295,6 +304,11 @@ class _MetadataReader:
         raise _fault(self.source, f"the properties of {fqn!r}", properties.state)
 
     def _read_counts(self, value: object, fqn: str) -> tuple[int, ...]:
+        if isinstance(value, tuple | list) and len(value) > MAX_DIMS:
+            raise CorruptCheckpointError(
+                f"{self.source}: {describe_value(fqn)} has {len(value):,} dimensions, more than the {MAX_DIMS} that "
+                "can be read"
+            )
         if isinstance(value, tuple | list) and all(is_count(item) for item in value):
             return tuple(value)
         raise _fault(self.source, f"sizes or offsets of {fqn!r}", value)
@@ -308,7 +322,10 @@ class _MetadataReader:
         return {
             fqn: tuple(path)
             for fqn, path in value.items()
-            if isinstance(fqn, str) and isinstance(path, tuple | list) and all(type(p) in (str, int) for p in path)
+            if isinstance(fqn, str)
+            and isinstance(path, tuple | list)
+            and len(path) <= _MAX_NESTING
+            and all(type(p) in (str, int) for p in path)
         }
 
 

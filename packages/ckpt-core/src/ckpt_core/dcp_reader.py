@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from ckpt_core.checkpoint_files import describe_entry, find_size, read_range, read_whole
@@ -21,6 +22,7 @@ from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, 
 from ckpt_core.torch_archive import ARCHIVE_MAGIC, ArchivedTensor, ArchiveFinder
 
 DATA_SUFFIX = ".distcp"
+_LISTED = 20
 _METADATA_LIMIT = 2**30  # a chunk takes about 300 bytes; three million chunks are more than anybody has
 
 
@@ -175,6 +177,13 @@ def _unpack_elements(found: ArchivedTensor) -> ArchivedTensor:
 
 def _find_shared_bytes(file: str, ranges: list[tuple[StoredRange, str]]) -> Iterator[Problem]:
     """Find items that share bytes: no writer does that, so one of them is not where it should be."""
+    found = _iter_shared_bytes(file, ranges)
+    yield from islice(found, _LISTED)
+    if next(found, None):
+        yield Problem("overlap", file, f"more than {_LISTED} items share bytes")
+
+
+def _iter_shared_bytes(file: str, ranges: list[tuple[StoredRange, str]]) -> Iterator[Problem]:
     end, owner = 0, ""
     for stored, fqn in sorted(ranges, key=lambda item: (item[0].offset, item[1])):
         if stored.offset < end:

@@ -71,7 +71,9 @@ def detect_layout(path: str | os.PathLike[str]) -> DetectedLayout:
     except CheckpointError:
         raise
     except OSError as err:
-        raise LayoutError(f"{path}: cannot be looked into: {err.strerror}") from err
+        raise LayoutError(
+            f"{err.filename or path}: cannot be looked into: {err.strerror}; check the permissions"
+        ) from err
 
 
 def _detect(start: Path) -> DetectedLayout:
@@ -81,7 +83,7 @@ def _detect(start: Path) -> DetectedLayout:
         return _detect_file(start)
     # Who names an optimizer's directory wants the optimizer.
     skipped = _OTHER_PARTS if start.name in _OPTIMIZER_PARTS else _OTHER_PARTS | _OPTIMIZER_PARTS
-    candidates = list(_walk(start, skipped, _DEPTH))
+    candidates = list(_walk(start, skipped, {}, _DEPTH))
     unique = {candidate.path.resolve(): candidate for candidate in reversed(candidates)}
     if len(unique) == 1:
         return next(iter(unique.values()))
@@ -109,8 +111,18 @@ def _detect_file(path: Path) -> DetectedLayout:
     raise LayoutError(f"{path}: expected a file of a checkpoint, found none by that name; name its directory")
 
 
-def _walk(directory: Path, skipped: frozenset[str], depth: int) -> Iterator[DetectedLayout]:
-    """Yield the layouts at a directory; below it only if there are none."""
+def _walk(
+    directory: Path, skipped: frozenset[str], seen: dict[tuple[int, int], int], depth: int
+) -> Iterator[DetectedLayout]:
+    """Yield the layouts at a directory; below it only if there are none.
+
+    Args:
+        directory: Where to look.
+        skipped: Names of directories that are passed over.
+        seen: Depth below each directory without a layout so far, by device and inode; a link
+            back to one leads nowhere new.
+        depth: How many levels below may be looked into.
+    """
     names = sorted(entry.name for entry in directory.iterdir())
     if foreign := find_foreign_layout(names):
         raise LayoutError(
@@ -121,12 +133,15 @@ def _walk(directory: Path, skipped: frozenset[str], depth: int) -> Iterator[Dete
         kinds = ", ".join(found.layout for found in here)
         raise LayoutError(f"{directory}: expected one layout, found {kinds} side by side; remove what is left over")
     yield from here
-    if here or depth == 0:
+    status = directory.stat()
+    key = status.st_dev, status.st_ino
+    if here or depth <= seen.get(key, 0):
         return
+    seen[key] = depth
     below = [name for name in names if not (name in skipped or name in _COPIES or name.startswith((".", "tmp_")))]
     for name in [*below, *(name for name in _COPIES if name in names)]:
         if (directory / name).is_dir():
-            yield from _walk(directory / name, skipped, depth - 1)
+            yield from _walk(directory / name, skipped, seen, depth - 1)
 
 
 def _find_layouts(directory: Path, names: list[str]) -> list[CheckpointLayout]:

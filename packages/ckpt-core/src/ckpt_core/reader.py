@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ckpt_core.adapter import AdapterReader
 from ckpt_core.dcp_reader import DcpReader
-from ckpt_core.errors import LayoutError, Problem
+from ckpt_core.errors import CheckpointError, LayoutError, Problem
 from ckpt_core.layout import CheckpointLayout, detect_layout
 from ckpt_core.safetensors_reader import SafetensorsReader
 from ckpt_core.sharded_reader import ShardedSafetensorsReader
@@ -87,4 +87,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
             f"{detected.path}: expected {', '.join(_READERS)}, found pickled {detected.layout} files,"
             " which are not read here; save them as safetensors first"
         )
-    return reader(detected.path)
+    try:
+        return reader(detected.path)
+    except CheckpointError:
+        raise
+    except OSError as err:
+        raise LayoutError(
+            f"{err.filename or detected.path}: cannot be looked into: {err.strerror}; check the permissions"
+        ) from err

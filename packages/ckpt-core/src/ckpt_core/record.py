@@ -23,10 +23,11 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     LayoutError,
     Problem,
+    describe_value,
     translate_os_errors,
 )
 from ckpt_core.layout import CheckpointLayout
-from ckpt_core.spec import DTYPE_BITS, is_count
+from ckpt_core.spec import DTYPE_BITS, find_shape_fault, is_count
 from ckpt_core.strict_json import parse_strict_json
 
 RECORD_NAME = "ckpt_record.json"
@@ -50,7 +51,9 @@ class TensorRecord:
         if self.dtype not in DTYPE_BITS:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; known are {sorted(DTYPE_BITS)}")
         if not all(is_count(n) for n in self.shape):
-            raise ConfigError(f"shape {self.shape!r} is not made of non-negative integers")
+            raise ConfigError("shape is not made of non-negative integers")
+        if fault := find_shape_fault(self.shape):
+            raise ConfigError(f"shape has {fault}")
         if self.digest is not None and not _DIGEST.fullmatch(self.digest):
             raise ConfigError(f"digest {self.digest!r} is not of the form algorithm:hex")
 
@@ -197,7 +200,7 @@ def _parse_tensor(fqn: str, value: object) -> TensorRecord:
     fields = _expect_mapping(fqn, value)
     shape = fields.get("shape")
     if not isinstance(shape, list):
-        raise ConfigError(f"{fqn}: shape is {shape!r}, expected a list")
+        raise ConfigError(f"{fqn}: shape is {describe_value(shape)}, expected a list")
     try:
         return TensorRecord(
             dtype=_expect_text("dtype", fields.get("dtype")) or "",
@@ -216,7 +219,7 @@ def _check_version(path: Path, content: object) -> None:
             "update ckpt-core to read this checkpoint"
         )
     if version is True or version != FORMAT_VERSION:
-        raise ConfigError(f"format_version is {version!r}, expected {FORMAT_VERSION}")
+        raise ConfigError(f"format_version is {describe_value(version)}, expected {FORMAT_VERSION}")
 
 
 def _expect_mapping(name: str, value: object) -> dict[str, object]:
@@ -227,11 +230,11 @@ def _expect_mapping(name: str, value: object) -> dict[str, object]:
 
 def _expect_text(name: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r}, expected text")
+        raise ConfigError(f"{name} is {describe_value(value)}, expected text")
     return value
 
 
 def _expect_size(name: str, value: object) -> int:
     if not is_count(value):
-        raise ConfigError(f"{name}: {value!r} is not a non-negative integer")
+        raise ConfigError(f"{name}: {describe_value(value)} is not a non-negative integer")
     return value

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckpt_core.checkpoint_files import describe_entry, find_name_fault, find_size, read_range, read_whole
-from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem, ProblemKind
-from ckpt_core.spec import DTYPE_BITS, is_count
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, Problem, ProblemKind, describe_value
+from ckpt_core.spec import DTYPE_BITS, MAX_DIMS, find_shape_fault, is_count
 from ckpt_core.strict_json import parse_strict_json
 
 MAX_HEADER_BYTES = 100_000_000
@@ -38,7 +38,6 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 8  # tensors begin at a multiple of this many bytes
 _FOREIGN_DTYPES = frozenset({"C32", "C128"})  # named in DTYPE_BITS, unknown to safetensors
 _METADATA_KEY = "__metadata__"
-_MAX_DIMS = 64  # as numpy; a product of endless sizes would take forever
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def read_index(path: Path) -> SafetensorsIndex:
         raise _refuse(path, f"expected a weight_map of names, found {type(weight_map).__name__}")
     for name, file in weight_map.items():
         if fault := find_name_fault(file):
-            raise _refuse(path, f"expected {name!r} in a file beside the index, found {file!r:.80}: {fault}")
+            raise _refuse(path, f"expected {name!r} in a file beside the index, found {describe_value(file)}: {fault}")
     return SafetensorsIndex(MappingProxyType(weight_map))
 
 
@@ -229,12 +228,15 @@ class _HeaderParser:
 def _find_fault(dtype: str, shape: list[object], begin: int, end: int) -> str | None:
     """Say what is wrong with one entry; None if nothing is."""
     if dtype not in DTYPE_BITS or dtype in _FOREIGN_DTYPES:
-        return f"dtype {dtype!r} is not known here"
-    if len(shape) > _MAX_DIMS or not all(is_count(size) for size in shape):
-        return f"the shape is not a list of at most {_MAX_DIMS} sizes"
+        return f"dtype {describe_value(dtype)} is not known here"
+    if len(shape) > MAX_DIMS or not all(is_count(size) for size in shape):
+        return f"the shape is not a list of at most {MAX_DIMS} sizes"
+    sizes = [size for size in shape if isinstance(size, int)]
+    if fault := find_shape_fault(sizes):
+        return f"the shape has {fault}"
     if not (is_count(begin) and is_count(end)):
         return "data_offsets are not two offsets"
-    bits = math.prod(size for size in shape if isinstance(size, int)) * DTYPE_BITS[dtype]
+    bits = math.prod(sizes) * DTYPE_BITS[dtype]
     if bits != (end - begin) * 8:
         return f"expected data_offsets that fit {dtype} of shape {shape}, found {end - begin} bytes"
     return None

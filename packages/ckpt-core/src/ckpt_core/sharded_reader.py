@@ -17,12 +17,21 @@ from types import MappingProxyType
 
 from ckpt_core.completeness import compare_with_record
 from ckpt_core.coverage import check_tiling
-from ckpt_core.errors import Problem
+from ckpt_core.errors import CorruptCheckpointError, Problem, describe_value
 from ckpt_core.layout import CheckpointLayout
 from ckpt_core.record import CheckpointRecord, read_record
 from ckpt_core.safetensors_header import SHARDING_KEY, HeaderEntry, SafetensorsHeader, read_sharding
 from ckpt_core.safetensors_reader import SafetensorsFiles, list_safetensors, locate_raw
-from ckpt_core.spec import Chunk, Nesting, ObjectSpec, StoredRange, TensorData, TensorSpec, is_count
+from ckpt_core.spec import (
+    Chunk,
+    Nesting,
+    ObjectSpec,
+    StoredRange,
+    TensorData,
+    TensorSpec,
+    find_shape_fault,
+    is_count,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class ShardedSafetensorsReader:
         """Read the header of every safetensors file of a directory, or of one file.
 
         Raises:
-            CheckpointError: No file can be used.
+            CheckpointError: No file can be used, or chunks lie where no tensor reaches.
         """
         self.path = path
         self.directory = path if path.is_dir() else path.parent
@@ -122,6 +131,8 @@ class ShardedSafetensorsReader:
         reached = tuple(
             max(c.offsets[dim] + c.entry.shape[dim] for c in chunks) for dim in range(len(chunks[0].offsets))
         )
+        if fault := find_shape_fault(reached):
+            raise CorruptCheckpointError(f"{self.directory}: the chunks of {describe_value(fqn)} reach {fault}")
         recorded = self._record.tensors.get(fqn) if self._record else None
         return recorded.shape if recorded and len(recorded.shape) == len(reached) else reached
 

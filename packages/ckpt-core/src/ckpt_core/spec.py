@@ -8,6 +8,7 @@ bytes. A dtype is a safetensors dtype string, never a `torch.dtype`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeGuard
 
@@ -39,6 +40,25 @@ DTYPE_BITS: dict[str, int] = {
     "C128": 128,
 }
 """Bits of one element, by dtype string."""
+
+MAX_DIMS = 64
+"""Of a tensor: what numpy and the safetensors readers here can hold."""
+_SIZE_LIMIT = 2**63
+
+
+def find_shape_fault(shape: Sequence[int]) -> str | None:
+    """Say why no tensor has this shape; None if one may.
+
+    Args:
+        shape: Non-negative sizes in elements.
+    """
+    if len(shape) > MAX_DIMS:
+        return f"{len(shape):,} dimensions, more than the {MAX_DIMS} that can be read"
+    # A size of 0 leaves the others as large as they are, and strides are made of those.
+    if math.prod(max(1, size) for size in shape) >= _SIZE_LIMIT:
+        return "more elements than 64 bits can count"
+    return None
+
 
 Encoding = Literal["raw", "torch_save"]
 Nesting = tuple[str | int, ...]

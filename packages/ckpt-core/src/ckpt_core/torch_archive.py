@@ -32,7 +32,7 @@ from ckpt_core.inert_pickle import (
     make_empty_dict,
     refuse_call,
 )
-from ckpt_core.spec import DTYPE_BITS
+from ckpt_core.spec import DTYPE_BITS, find_shape_fault
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -292,7 +292,7 @@ def _find_tensor(archive: _Archive) -> tuple[ArchivedTensor, int]:
 
 
 def _read_record(
-    record: Record, fault: Callable[[str], CorruptCheckpointError]
+    record: Record, fail: Callable[[str], CorruptCheckpointError]
 ) -> tuple[_Storage, int, tuple[int, ...], tuple[int, ...], str]:
     """Take a `_rebuild_tensor_v2` or `_v3` call apart, which v3 ends with the dtype."""
     match record.args:
@@ -303,5 +303,10 @@ def _read_record(
             numbers = (first, *sizes, *strides)
             plain = all(type(n) is int and n >= 0 for n in numbers) and len(sizes) == len(strides)
             if dtype is not None and plain and not any(rest):
-                return storage, first, tuple(map(int, sizes)), tuple(map(int, strides)), dtype
-    raise fault("a tensor that is not plain (conjugated, negated, quantized or a subclass)")
+                if fault := find_shape_fault(sizes):
+                    raise fail(f"a tensor with {fault}")
+                # Where there is one element or none, a stride says nothing and may be any number.
+                single = 0 in sizes
+                used = tuple(1 if single or size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
+                return storage, first, tuple(map(int, sizes)), used, dtype
+    raise fail("a tensor that is not plain (conjugated, negated, quantized or a subclass)")
