@@ -129,3 +129,25 @@ def test_threads_are_capped(asked: int, count: int) -> None:
 def test_what_is_no_number_of_threads_is_refused(asked: object) -> None:
     with pytest.raises(ConfigError, match="expected a number from 1 to 1,024"):
         count_threads(asked)
+
+
+def test_an_interrupt_that_another_thread_lets_in_between_two_starts_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        started.append(thread)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+
+    def work(_: int) -> None:
+        while True:
+            meter.advance(1)
+
+    meter = Meter(bool)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        Workers(5, 1, meter).run(range(5), work)
+    assert len(started) == 2
+    assert not any(thread.is_alive() for thread in started)

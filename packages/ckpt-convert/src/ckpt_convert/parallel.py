@@ -103,22 +103,24 @@ class _Run:
             raise
         finally:
             for worker, _ in workers:
-                worker.join()
+                if worker.is_alive():
+                    worker.join()
         if self._errors:
             raise self._errors[0]
 
     def _start(self, workers: list[tuple[threading.Thread, threading.Event]], count: int) -> None:
         """Append up to `count` running threads, fewer where the system has no room for them."""
         # An interrupt between two starts would leave a thread that nobody stops; it is held back meanwhile.
+        # Another thread may still let it in; so a thread is noted first, and one that begins late finds the stop.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             while len(workers) < count:
                 ended = threading.Event()
                 worker = threading.Thread(target=self._drain, args=(ended,))
-                worker.start()
                 workers.append((worker, ended))
+                worker.start()
         except RuntimeError:
-            pass  # "can't start new thread": a limit on processes or memory
+            workers.pop()  # "can't start new thread": a limit on processes or memory
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
@@ -142,5 +144,6 @@ class _Run:
 
 
 def _wait(workers: list[tuple[threading.Thread, threading.Event]]) -> None:
-    for _, ended in workers:
-        ended.wait()
+    for worker, ended in workers:
+        if worker.is_alive():
+            ended.wait()
