@@ -178,6 +178,20 @@ def test_a_target_that_appears_while_writing_is_not_replaced(tmp_path: Path) -> 
     assert list_names(tmp_path) == {"model"}
 
 
+@pytest.mark.usefixtures("_exchange_mode")
+@pytest.mark.parametrize("name", [".model.old", ".model.swap"])
+def test_a_name_that_is_taken_while_writing_is_not_cleared(tmp_path: Path, name: str) -> None:
+    write_set(tmp_path / "model", OLD)
+    stage = open_stage(tmp_path / "model", replace=True)
+    (tmp_path / name).mkdir()  # an empty directory would give way to a rename
+    for refuse in (stage.check_publishable, stage.publish):
+        with pytest.raises(TargetError, match="is in the way and was not written here"):
+            refuse()
+    stage.discard()
+    assert list_names(tmp_path) == {"model", name}  # no lock file, which would make it pass for ours
+    assert read_set(tmp_path / "model") == OLD
+
+
 @contextmanager
 def make_unwritable(sets: dict[str, dict[str, bytes]]) -> Iterator[Path]:
     """Yield a directory that holds `sets` and that this process cannot write, even when it is root."""

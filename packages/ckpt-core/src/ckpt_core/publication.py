@@ -122,23 +122,22 @@ def copy_access(old: Path, new: Path) -> None:
 
 
 def require_free_names(places: Places) -> None:
-    """Refuse to set a previous set aside under a name that is taken.
+    """Refuse to set a previous set aside under a name that is taken: it is cleared with what has that name.
 
     Raises:
         TargetError: Something that was not written here has that name.
     """
-    if os.path.lexists(places.old):
-        raise TargetError(f"{places.old}: is in the way and was not written here; move it elsewhere")
+    for path in (places.old, places.swap):
+        if os.path.lexists(path):
+            raise TargetError(f"{path}: is in the way and was not written here; move it elsewhere")
 
 
 def replace_target(places: Places) -> None:
-    """Put the stage at the target and the set that stands there aside.
+    """Put the stage at the target and the set that stands there aside, under names that are free.
 
     Raises:
-        TargetError: The name for the set aside is taken.
         OSError: A rename failed; stage and target are where they were.
     """
-    require_free_names(places)
     copy_access(places.target, places.partial)
     new = places.partial.stat()
     # Out of the stage's name first: after the exchange it is the previous set, which nobody may resume.

@@ -46,6 +46,7 @@ class Stage:
         self._lock = lock
         self._replace = replace
         self._is_published = False
+        self._has_set_aside = False
 
     @property
     def target(self) -> Path:
@@ -118,6 +119,8 @@ class Stage:
         if not os.path.lexists(places.target):
             places.partial.rename(places.target)
         elif self._replace:
+            require_free_names(places)
+            self._has_set_aside = True
             replace_target(places)
         else:
             raise TargetError(f"{places.target}: appeared while it was being written; nothing was replaced")
@@ -136,7 +139,9 @@ class Stage:
 
     def _release(self) -> None:
         """Give the lock up, but leave its file beside anything that the next writer has to clear."""
-        self._lock.release(keep_file=bool(self._places.leftovers))
+        places = self._places
+        ours = places.leftovers if self._has_set_aside else (places.partial,)
+        self._lock.release(keep_file=any(map(os.path.lexists, ours)))
 
     def _require_open(self) -> None:
         if not self.is_open:
