@@ -221,3 +221,10 @@ def test_a_quiet_run_still_names_what_it_left_out(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "ema.w" in printed.err
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.arange(6)}, tmp_path / "source.safetensors")
+    arguments = [str(tmp_path / "source.safetensors"), str(tmp_path / "out"), "--dry-run", "--threads", "0"]
+    assert main(arguments) == 2
+    assert "threads" in capsys.readouterr().err

@@ -60,10 +60,9 @@ def _build_parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     # Only now: help and usage errors answer at once.
     from ckpt_core.recovery import recover_source  # noqa: PLC0415
-    from ckpt_core.staging import require_free_space  # noqa: PLC0415
 
     from ckpt_convert.byte_sizes import parse_size  # noqa: PLC0415
-    from ckpt_convert.execute import execute_plan  # noqa: PLC0415
+    from ckpt_convert.execute import execute_plan, require_runnable  # noqa: PLC0415
     from ckpt_convert.plan import plan_conversion  # noqa: PLC0415
 
     recover_source(options.src)
@@ -76,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
     )
     if options.dry_run:
-        require_free_space(plan.target, plan.disk_needed)
+        require_runnable(plan, threads=options.threads)
         _print_result(plan, plan, options)
         return EXIT_DONE
     if options.verbose and not options.json:

@@ -32,7 +32,7 @@ class StoredState:
 def read_stored_state(directory: Path) -> StoredState:
     """Read names, shapes, dtypes and objects of a checkpoint directory; no tensor bytes.
 
-    A replacement that was interrupted is finished or undone first.
+    A replacement that was interrupted is undone first.
 
     Raises:
         CheckpointNotFoundError: If the directory does not exist.
