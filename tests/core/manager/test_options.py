@@ -130,3 +130,13 @@ def test_consolidation_that_will_not_happen_is_said(
 def test_requirement_15_the_supported_releases_are_declared() -> None:
     declared = [line.replace(" ", "") for line in requires("ckpt-core") or []]
     assert any(line.startswith("nemo-automodel>=0.5;extra==") for line in declared)
+
+
+def test_requirement_03_a_refused_update_is_not_remembered_for_later_saves(
+    manager: AutomodelCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "has_accelerator", lambda: False)
+    with pytest.raises(ConfigError, match="accelerator"):
+        manager.update_checkpointer_config({"model_save_format": "torch_save", "is_async": True})
+    save(manager, Trained(1), tmp_path)
+    assert not list((tmp_path / "weights/model").glob("*.distcp"))

@@ -130,9 +130,9 @@ class AutomodelCheckpointManager:
         """
         if self.checkpointer is None:
             return
-        updates = compat.normalize_options(config_updates or {})
-        self._configured |= {name: value for name, value in updates.items() if name in _REMEMBERED}
+        updates = config_updates or {}
         self._update(updates, checkpoint_root)
+        self._configured |= {name: getattr(self.checkpointer.config, name) for name in _REMEMBERED if name in updates}
 
     def _update(self, options: Mapping[str, Any], checkpoint_root: str | None) -> None:
         """Set fields for one call; later saves still start from what was configured."""
